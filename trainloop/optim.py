@@ -358,6 +358,15 @@ def all_optimizers(optimizer: Optimizer | MultiOptimizer | None) -> list[Optimiz
     return [each for one in optimizers_of(optimizer) for each in (one, *inner_optimizers(one).values())]
 
 
+def note_steps_elsewhere(optimizer: Optimizer | MultiOptimizer | None) -> None:
+    """Note that ``step`` was not called on this object, but in a rank or in compiled code.
+
+    Otherwise, torch's schedulers would warn that they step before their optimizer. Only this warning reads the mark.
+    """
+    for one in optimizers_of(optimizer):
+        one._opt_called = True  # type: ignore[attr-defined]
+
+
 def gather_divided_states(optimizer: Optimizer | MultiOptimizer | None) -> None:
     """Collect on rank 0 the states that optimizers divide over ranks, such as ``ZeroRedundancyOptimizer``. Collective.
 

@@ -210,7 +210,8 @@ FOREIGN: dict[str, str] = {
     "train_loop/execution/handover.py": "_non_persistent_buffers_set",
     "_launch/rank_process.py": "_run_exitfuncs _shutdown",
     "optim.py": (
-        "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_step_post_hooks _optimizer_step_pre_hooks"
+        "_global_optimizer_post_hooks _global_optimizer_pre_hooks _opt_called _optimizer_step_post_hooks "
+        "_optimizer_step_pre_hooks"
     ),
     "parallel/ddp.py": (
         "_check_reducer_finalized _inside_ddp_forward _push_all_rebuilt_params _remove_autograd_hooks _sync_buffers"
@@ -228,7 +229,7 @@ FOREIGN: dict[str, str] = {
     "train_loop/saving/beside.py": "_forward_hooks _forward_pre_hooks",
     "train_loop/training/gradients.py": "_per_optimizer_states",
     "train_loop/training/trained.py": "_get_default_store",
-    "train_loop/training/whole_step.py": "_dynamo _opt_called _post_accumulate_grad_hooks",
+    "train_loop/training/whole_step.py": "_dynamo _post_accumulate_grad_hooks",
     "_transfer/pickling.py": (
         "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID _extra_reducers _untyped_storage _utils "
         "_validate_loaded_sparse_tensors"

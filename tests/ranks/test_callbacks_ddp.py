@@ -258,6 +258,18 @@ def test_bad_data_on_one_rank(capfd: pytest.CaptureFixture[str], recwarn: pytest
     assert "lr_scheduler" not in printed.err  # no warning about a wrong order of calls
 
 
+def test_a_script_may_step_its_own_scheduler_between_two_fits() -> None:
+    """Torch's warning about a scheduler that steps before its optimizer would be an error here."""
+    loop = make_loop(gpu_mode="ddp", devices=2)
+    schedule = lr_scheduler.StepLR(loop.optimizer, step_size=1, gamma=0.5)  # type: ignore[arg-type]
+    rates = []
+    for _ in range(2):
+        loop.fit(num_epochs=1)
+        rates.append(loop.optimizer.param_groups[0]["lr"])
+        schedule.step()
+    assert rates[1] == rates[0] / 2
+
+
 @pytest.mark.long
 def test_two_callbacks_of_one_name_keep_what_each_shares(tmp_path: Path) -> None:
     boards = [TensorBoard(tmp_path / name) for name in ("a", "b")]

@@ -31,6 +31,7 @@ __all__ = [
     "ClassLosses",
     "FunctionCall",
     "SumRule",
+    "adds_samples",
     "attach_divisor",
     "attached_divisor",
     "class_criteria",
@@ -115,6 +116,27 @@ def _is_divided(loss: Tensor) -> bool:
     return False
 
 
+def adds_samples(loss: Tensor) -> bool:
+    """Return True if a loss adds results of torch's losses with ``reduction="sum"``, and no means.
+
+    Examples
+    --------
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> total = functional.mse_loss(x, torch.zeros(3), reduction="sum")
+    >>> adds_samples(total + x.sum()), adds_samples(total / 3), adds_samples(total + functional.mse_loss(x, x))
+    (True, False, False)
+    """
+    nodes, found = [loss.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        name = "" if node is None else node.name()
+        if name.startswith(("AddBackward", "SubBackward", "MulBackward", "NegBackward")):
+            nodes += [before for before, _ in node.next_functions]
+        else:
+            found.add(_MEAN if name.startswith("MeanBackward") else getattr(node, "_saved_reduction", None))
+    return _SUM in found and _MEAN not in found
+
+
 def _is_of_scalar(node: Any) -> bool:
     """Return True if an autograd node computed a single number. Earlier nodes are those of the model.
 
@@ -129,7 +151,7 @@ def _is_of_scalar(node: Any) -> bool:
 
 _NODES = ("NllLossBackward0", "NllLoss2DBackward0")
 _FACTORS = ("MulBackward0", "DivBackward0", "NegBackward0")
-_MEAN = 1  # torch's number for reduction='mean'
+_MEAN, _SUM = 1, 2  # torch's numbers for reduction='mean' and 'sum'
 
 
 def divisor_of(loss: Tensor) -> Tensor | float | None:

@@ -141,6 +141,7 @@ class TTDataParallel(Transparent, DataParallel):
     _tt_summed = True  # True if the last loss was a sum over samples; used only if the criterion may compute sums
     _tt_watches = False
     _tt_samples: int | None = None
+    _tt_others: dict[Any, set[int]]  # by a batch's form: tensors without a row per sample, in the order of the batch
     _tt_warned = False
     _tt_warned_of_attributes = False
     _tt_devices: list[torch.device]  # devices of the replicas; empty: call the module itself
@@ -210,16 +211,18 @@ class TTDataParallel(Transparent, DataParallel):
             chunks = parts.scatter(given, number, self.dim)
             return chunks, parts.chunk_sizes(parts.batch_length(given, self.dim) or 0, number)
         key = "batch_data" if "batch_data" in given else 0
+        batch = given[key]
+        others = self.__dict__.setdefault("_tt_others", {}).setdefault(parts.form_of(batch), set())
         try:
-            chunks = [{**given, key: part} for part in parts.scatter(given[key], number, self.dim, samples)]
+            chunks = [{**given, key: part} for part in parts.scatter(batch, number, self.dim, samples, others)]
         except parts.NotDivisibleError as error:
             chunks = [given]
             if not self._tt_warned:
                 self.__dict__["_tt_warned"] = True
                 warn(
                     f"gpu_mode='dp': a batch of {samples} samples was not divided among the replicas, because {error}. "
-                    "Its results are right, but one replica computes them. If other batches are divided, there is "
-                    "nothing to do. Otherwise, let collate_fn return tensors with one row per sample, and columns in a "
+                    "Its results are right, but one replica computes them, and those of later batches with these "
+                    "parts. To divide them, let collate_fn return tensors with one row per sample, and columns in a "
                     "dict, or use gpu_mode='ddp'."
                 )
         return chunks, parts.chunk_sizes(samples, number) if len(chunks) > 1 else [samples]

@@ -446,8 +446,8 @@ class SetAttributes:
             own = [getattr(parts[path], "__dict__", {}) for parts in self._replicas]
             for name, first in own[0].items() if part is not None else ():
                 old = before.get(name, _MISSING)
-                was_tensor = old is None or isinstance(old, Tensor)
-                if first is old or not (_is_plain(first) or (isinstance(first, Tensor) and was_tensor)):
+                was_value = old is None or isinstance(old, (Tensor, int, float))  # a sum may begin with 0
+                if first is old or not (_is_plain(first) or (isinstance(first, Tensor) and was_value)):
                     continue
                 same = all(_same(other.get(name), first) for other in own[1:])
                 if same and not _counts_samples(old, first, before.get("_log_batch_size", 1)):

@@ -43,7 +43,9 @@ def batch_length(value: Any, dim: int = 0) -> int | None:
     return _first(value, lambda item: _length(item, dim)) or _first(value, _list_length)
 
 
-def scatter(value: Any, num_chunks: int, dim: int = 0, length: int | None = None) -> list[Any]:
+def scatter(
+    value: Any, num_chunks: int, dim: int = 0, length: int | None = None, others: set[int] | None = None
+) -> list[Any]:
     """Split a nested value along the batch into the parts that ``torch.chunk`` makes (maybe fewer than requested).
 
     Tensors and arrays with one row per sample are cut, and so are lists and tuples with one item per sample. All other
@@ -58,6 +60,9 @@ def scatter(value: Any, num_chunks: int, dim: int = 0, length: int | None = None
     length : int, optional
         Number of samples in ``value``, if the caller knows it. Default: :func:`batch_length`, and then tensors in a
         list are columns, as for ``nn.DataParallel``, even if there are as many as samples.
+    others : set of int, optional
+        Numbers of the tensors that do not have one row per sample. Those that have another length in this batch are
+        added, so that a later batch of this form is not cut if the lengths happen to be equal.
 
     Returns
     -------
@@ -81,7 +86,7 @@ def scatter(value: Any, num_chunks: int, dim: int = 0, length: int | None = None
         length = batch_length(value, dim)
     if not length:
         return [value]
-    cut = _Cut(length, dim, known)
+    cut = _Cut(length, dim, known, set() if others is None else others)
     sizes = chunk_sizes(length, num_chunks)
     ends = np.cumsum(sizes).tolist()
     chunks = [cut(value, end - size, end) for size, end in zip(sizes, ends, strict=True)]
@@ -123,13 +128,15 @@ class _Cut:
     their length; ``uncut`` names other parts that can't be cut.
     """
 
-    def __init__(self, length: int, dim: int, known: bool) -> None:
-        self.length, self.dim, self._known = length, dim, known
+    def __init__(self, length: int, dim: int, known: bool, others: set[int]) -> None:
+        self.length, self.dim, self._known, self._others = length, dim, known, others
+        self._number = 0  # of the next tensor
         self.found = False
         self.whole: list[str] = []
         self.uncut: list[str] = []
 
     def __call__(self, value: Any, begin: int, end: int) -> Any:
+        self._number = 0
         return self._part(value, begin, end, top=True)
 
     def _part(self, item: Any, begin: int, end: int, top: bool = False) -> Any:
@@ -139,8 +146,10 @@ class _Cut:
                 "sequences and their lengths, and pack them in get_loss, or use gpu_mode='ddp'."
             )
         if isinstance(item, (Tensor, np.ndarray)):
-            if _length(item, self.dim) != self.length:
+            number, self._number = self._number, self._number + 1
+            if _length(item, self.dim) != self.length or number in self._others:
                 if item.ndim:
+                    self._others.add(number)
                     self.whole.append(str(tuple(item.shape)))
                 return item
             if isinstance(item, Tensor) and (item.is_nested or item.layout != torch.strided):
@@ -177,7 +186,7 @@ class _Cut:
         if not any(map(_is_structure, items)):
             return True
         rows = [self._has_rows(item) for item in items]
-        alike = len({_form(item) for item in items if not (isinstance(item, (list, tuple)) and not item)}) <= 1
+        alike = len({form_of(item) for item in items if not (isinstance(item, (list, tuple)) and not item)}) <= 1
         if not self._known:  # as for nn.DataParallel, tensors in a list are columns
             return alike and not all(rows) and not any(map(_has_tensors, items))
         top_is_columns = top and all(_length(item, self.dim) == self.length for item in items)
@@ -202,10 +211,10 @@ def _has_tensors(item: Any) -> bool:
     return _length(item, 0) is not None or any(map(_has_tensors, parts_of(item) or ()))
 
 
-def _form(item: Any) -> Any:
+def form_of(item: Any) -> Any:
     """Return what samples of one dataset have in common: types, keys, numbers of dimensions, dtypes."""
     if isinstance(item, (list, tuple)):  # of any length: a sample's boxes, or its tokens
-        return type(item), frozenset(_form(part) if _is_structure(part) else None for part in item)
+        return type(item), frozenset(form_of(part) if _is_structure(part) else None for part in item)
     if isinstance(item, (Tensor, np.ndarray)):
         return item.ndim, str(item.dtype)
     return type(item), frozenset(item) if isinstance(item, Mapping) else None

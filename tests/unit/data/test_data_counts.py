@@ -142,6 +142,83 @@ def test_collated_batches_are_counted(name: str) -> None:
     assert count_collated(batch, 2 if name == "columns, two of two" else 4) == size
 
 
+OF_ONE = {
+    "bag, label": ((T(3, 2), torch.tensor(1)), 1),
+    "bag, number": ({"bag": T(3, 2), "label": 0.5}, 1),
+    "list of instances, label": ([[T(4, 2), T(5, 2), T(4, 2)], torch.tensor(1)], 1),
+    "bag, list of one label": ((T(3, 2), [0]), 1),
+    "windows": (T(3, 2), 3),
+    "windows, labels": ((T(3, 2), T(3)), 3),
+    "windows or instances, name": ((T(3, 2), "a.wav"), None),
+    "windows, labels or coordinates, number": ((T(3, 2), T(3), 7), None),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE)
+def test_a_batch_of_one_sample_is_one_if_it_has_a_single_label(name: str) -> None:
+    batch, size = OF_ONE[name]
+    assert count_collated(batch, 1) == size
+    if name != "bag, list of one label":
+        assert count_collated(batch) == (size or 3)  # without a plan, the common length is the best guess
+
+
+def itself(samples: list[Any]) -> Any:
+    (sample,) = samples
+    return sample
+
+
+class OfBags(TTModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        bag, label = batch_data
+        self.log("error", (self.w * bag.mean() - label).abs())
+        return (self.w * bag.mean() - label) ** 2
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return (self.w * batch_data[0].mean())[None], batch_data[1][None], {}
+
+
+class BagStream(IterableDataset[Any]):
+    def __init__(self, bags: list[Any]) -> None:
+        self.bags = bags
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.bags
+
+
+BAG_LOADERS: dict[str, Callable[[list[Any]], Any]] = {
+    "own collate_fn": lambda bags: DataLoader(bags, batch_size=1, collate_fn=itself),
+    "no batches": lambda bags: DataLoader(bags, batch_size=None),
+    "stream": lambda bags: DataLoader(BagStream(bags), batch_size=None),
+    "list": list,
+}
+
+
+@pytest.mark.parametrize("mode", ["single", "dp"])
+@pytest.mark.parametrize("kind", BAG_LOADERS)
+def test_bags_of_any_size_count_once_each(mode: str, kind: str) -> None:
+    bags = [(torch.full((2 + i, 3), 1.0 + i), torch.tensor(float(i % 3))) for i in range(5)]
+    model, by_hand = OfBags(), torch.zeros((), requires_grad=True)
+    two = {"gpu_mode": "dp", "devices": 2} if mode == "dp" else {}
+    loader = BAG_LOADERS[kind](bags)
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+    loop = TrainLoop(model, loader, loader, None, sgd, accelerator="cpu", progress_bar=False, **two)
+    loop.fit(1, grad_accumulation=5)
+    losses = [(by_hand * bag.mean() - label) ** 2 for bag, label in bags]
+    torch.stack(losses).mean().backward()
+    assert by_hand.grad is not None
+    w = -0.1 * by_hand.grad.item()
+    assert model.w.item() == pytest.approx(w)
+    assert loop.history["loss"] == [pytest.approx(1.2)]
+    errors = [abs(w * bag.mean().item() - label.item()) for bag, label in bags]
+    assert loop.history["val_error"] == [pytest.approx(sum(errors) / 5)]
+    assert loop.history["val_loss"] == [pytest.approx(sum(e**2 for e in errors) / 5)]
+    assert len(loop.predict_on_validation_set()[0]) == 5
+
+
 class Bad(Dataset[Any]):
     def __len__(self) -> int:
         return 8

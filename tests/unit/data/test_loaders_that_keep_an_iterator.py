@@ -103,5 +103,5 @@ def test_replicas_train_on_a_prefetchers_batches() -> None:
 @pytest.mark.parametrize("loader", [Once(plain()), iter(plain()), (batch for batch in plain())])
 def test_an_iterator_that_does_not_start_again_is_an_error(loader: Any) -> None:
     model = Net()
-    with pytest.raises(ConfigurationError, match=r"train_loader is a \w+, which ends after one epoch"):
+    with pytest.raises(ConfigurationError, match=r"train_loader is a \w+, an iterator, which can't start again"):
         TrainLoop(model, loader, None, None, optim.SGD(model.parameters(), lr=0.1), nn.MSELoss())

@@ -266,3 +266,28 @@ def test_a_batch_without_rows_is_left_whole() -> None:
         results.append(model.net.weight)
     assert any("because it has tensors of another length: (1" in str(one.message) for one in caught)
     assert torch.equal(*results)
+
+
+@pytest.mark.filterwarnings(NOT_DIVIDED)
+def test_boxes_stay_whole_in_a_batch_that_has_as_many_as_images() -> None:
+    def boxes(samples: list[Any]) -> Any:  # of all images in one tensor, with the number of the image in its batch
+        of_image = torch.cat([torch.full((n,), float(i)) for i, (_, n) in enumerate(samples)])
+        return torch.stack([x for x, _ in samples]), of_image
+
+    class Detects(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+            x, of_image = batch_data
+            return self(x)[of_image.long()].square().mean(), len(of_image)
+
+    counts = [1, 2, 0, 0, *[0, 3, 1, 0], *[2, 2, 0, 0]]  # 3, 4 and 4 boxes for 4 images
+    data: Any = [(torch.full((3,), 1.0 + i, dtype=torch.float64), n) for i, n in enumerate(counts)]
+    results = []
+    for how in ({}, {"gpu_mode": "dp", "devices": 2}):
+        model = Detects(KINDS["two tensors"])
+        loop = TrainLoop(
+            model, DataLoader(data, batch_size=4, collate_fn=boxes), None, None,
+            optim.SGD(model.parameters(), lr=0.01), None, accelerator="cpu", progress_bar=False, **how,
+        )  # fmt: skip
+        loop.fit(num_epochs=1)
+        results.append(model.net.weight)
+    assert torch.equal(*results)

@@ -211,3 +211,58 @@ def test_a_feed_says_it_too_and_other_words_are_refused() -> None:
     assert few == pytest.approx(many)
     with pytest.raises(ConfigurationError, match=r"VAE.loss_reduction='Sum': must be 'mean', 'sum' or None"):
         TrainLoop(declaring("Sum"), None)
+
+
+def undeclared(loss: Any, *, yields: bool = False) -> type[VAE]:
+    class Undeclared(VAE):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            x = batch_data[0].sigmoid()
+            drawn, mu, _ = self(x)
+            return loss(drawn, x, mu)
+
+    class YieldsIt(Undeclared):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            yield super().get_loss(batch_data, criterion, device)
+
+    return YieldsIt if yields else Undeclared
+
+
+def squares(drawn: Tensor, x: Tensor) -> Tensor:
+    return F.mse_loss(drawn, x, reduction="sum")
+
+
+SUMS: dict[str, Any] = {
+    "sum": lambda drawn, x, mu: F.binary_cross_entropy(drawn, x, reduction="sum") + 0.5 * mu.pow(2).sum(),
+    "part": lambda drawn, x, mu: MultiLoss({"drawn": 0.5 * squares(drawn, x), "mu": mu.pow(2).sum()}),
+}
+MEANS: dict[str, Any] = {
+    "divided": lambda drawn, x, mu: squares(drawn, x) / len(x),
+    "of each sample": lambda drawn, x, mu: torch.stack([squares(a, b) for a, b in zip(drawn, x, strict=True)]).mean(),
+    "with a weight": lambda drawn, x, mu: (squares(drawn, x) / len(x), len(x)),
+    "a penalty": lambda drawn, x, mu: F.mse_loss(drawn, x) + 0.1 * F.mse_loss(mu, mu.detach(), reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("name", [*SUMS, "yielded"])
+@pytest.mark.parametrize("declared", [None, "sum", "mean"])
+def test_a_sum_that_nothing_declares_is_reported(name: str, declared: str | None) -> None:
+    model = undeclared(SUMS.get(name, SUMS["sum"]), yields=name == "yielded")()
+    model.loss_reduction = declared  # type: ignore[assignment]
+    loader = DataLoader(make_data(12), batch_size=4)
+    loop = TrainLoop(
+        model, loader, None, None, optim.SGD(model.parameters(), lr=0.01), progress_bar=False, accelerator="cpu"
+    )
+    loop.fit(1)  # nothing is averaged: the gradients are those of a hand-written loop
+    if declared is None:
+        with pytest.warns(UserWarning, match=r"taken to return a mean.*Set loss_reduction = 'sum'"):
+            loop.fit(1, grad_accumulation=2)
+    else:
+        loop.fit(1, grad_accumulation=2)
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_that_use_sums_are_not_reported(name: str) -> None:
+    model = undeclared(MEANS[name])()
+    loader = DataLoader(make_data(12), batch_size=4)
+    sgd = optim.SGD(model.parameters(), lr=0.01)
+    TrainLoop(model, loader, loader, None, sgd, progress_bar=False, accelerator="cpu").fit(2, grad_accumulation=2)

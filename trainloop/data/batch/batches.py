@@ -150,11 +150,14 @@ class SampleCounter:
             doubtful = planned is not None or sum(count in column for column in _lengths(batch, {}, top=True)) < 2
             if doubtful and not self._warned:
                 self._warned = True
-                of = "" if planned is None else f", which was made of {planned} samples"
+                why = "the lengths of its parts differ"
+                if planned is not None:
+                    why += f", which was made of {planned} samples"
+                if planned == 1:
+                    why = "it was made of one sample, and its parts may be several samples or the items of this one"
                 warn(
-                    f"{self._name}: the number of samples in a batch can't be counted, because the lengths of its "
-                    f"parts differ{of}. It is taken to be {count}. If this is wrong, return (loss, n) from get_loss, "
-                    "where n is the number of samples."
+                    f"{self._name}: the number of samples in a batch can't be counted, because {why}. It is taken to "
+                    f"be {count}. If this is wrong, return (loss, n) from get_loss, where n is the number of samples."
                 )
         return count
 
@@ -163,7 +166,8 @@ def count_collated(batch: Any, planned: int | None = None) -> int | None:
     """Return the number of samples in a batch that was made of ``planned`` samples; None if it can't be counted.
 
     The result is ``planned`` if any part of the batch has this length. Otherwise, samples were left out or multiplied,
-    and the result is the length that all parts have in common.
+    and the result is the length that all parts have in common. A batch that is one sample, of one column and with a
+    single number as its label, counts as one.
 
     Examples
     --------
@@ -172,6 +176,9 @@ def count_collated(batch: Any, planned: int | None = None) -> int | None:
     4
     >>> count_collated((torch.zeros(3, 2), torch.zeros(3)), 4)
     3
+    >>> bag_of_instances_and_label = torch.zeros(3, 2), torch.tensor(1)
+    >>> count_collated(bag_of_instances_and_label, 1)
+    1
     """
     if batch is None:
         return 0
@@ -184,7 +191,17 @@ def count_collated(batch: Any, planned: int | None = None) -> int | None:
     # With equal lengths on the second axis, samples may also be on that axis.
     if len(common) != 1 or (planned and _all_have_on_second_axis(batch, planned)):
         return None
+    if planned in (1, None) and (singles := [part for part in parts_of(batch) or () if _is_single(part)]):
+        if len(columns) == 1 and not all(isinstance(part, str) for part in singles):
+            return 1
+        # Several columns may be windows, each with its label, or parts of one sample; a name belongs to both.
+        if planned == 1:
+            return None
     return common.pop()
+
+
+def _is_single(part: Any) -> bool:
+    return isinstance(part, (str, int, float, np.number)) or _shape(part) == ()
 
 
 def samples_of_batch(batch: Any, planned: int | None = None) -> int:

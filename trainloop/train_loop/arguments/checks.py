@@ -77,8 +77,8 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
     # The first epoch would exhaust an iterator, and the second epoch would be empty.
     if isinstance(loader, Iterator) and not _restarts(loader):
         raise ConfigurationError(
-            f"{name} is a {type(loader).__name__}, which ends after one epoch. Pass a DataLoader, or an object whose "
-            "__iter__ starts from the beginning each time."
+            f"{name} is a {type(loader).__name__}, an iterator, which can't start again. Pass a DataLoader, or an "
+            "object whose __iter__ starts from the beginning each time; it may be endless, for fit(num_iterations=...)."
         )
     if loader is None and name != "data_loader":
         raise ConfigurationError(f"{name}=None: the loop has no {name}. Pass one to TrainLoop({name}=...).")

@@ -19,7 +19,7 @@ from trainloop._transfer.shared import KEPT, changed_parts, fingerprint, fingerp
 from trainloop._transfer.torch_objects import kept_attributes
 from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.order.orders import generator_states, set_generator_states
-from trainloop.optim import optimizers_of, own_parameters, trained_modules
+from trainloop.optim import note_steps_elsewhere, optimizers_of, own_parameters, trained_modules
 from trainloop.parallel.shards import is_mark_of_sharding
 from trainloop.parallel.transparent import attributes_of
 from trainloop.train_loop.progress.loop_state import LoopState
@@ -110,6 +110,8 @@ class CallerSide:
         """Write a rank's end state into the caller's objects; return the ``result`` that was sent with it."""
         state = unpack_state(data, [*self._known, *self._parts.values()])
         _receive(self._loop, state, self._callbacks)
+        if self._loop.progress.global_step:
+            note_steps_elsewhere(self._loop.optimizer)
         # Tensors that share a parameter's memory already have the parameter's values. (A rank with shards sends initial
         # values.)
         own = {_address(tensor) for _, tensor in _tensors(self._loop)} - {0}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainloop._support.reduction import divisor_of
+from trainloop._support.reduction import adds_samples, divisor_of
 from trainloop._support.user_line import described_names, warn_or_print
 from trainloop.callbacks.monitor import Monitor
 from trainloop.data import StepBatches
@@ -118,15 +118,11 @@ class Advice:
         calls : int
             Number of calls of such criteria.
         """
-        loop = self._run.loop
-        replicas = loop.gpu_mode == "dp" and len(loop.run_config.devices) > 1
-        evaluates = loop.end_auto_eval and loop.validation_loader is not None
-        averaged = count > 1 or self._run.parallel or replicas or evaluates
         # Each of several losses must keep its criterion's divisor; a weight that get_loss returned is for all of them.
         known = read.units is not None
         if isinstance(read.units, dict):
             known = sum(divisor_of(part) is not None for part in read.loss.values()) >= calls
-        if known or not averaged:
+        if known or not self._is_averaged(count):
             return
         self.once(
             "averages",
@@ -136,6 +132,27 @@ class Advice:
             "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each criterion's "
             "loss under its own name (a factor is allowed), or (MultiLoss, weight) if all losses have the same weight.",
         )
+
+    def sums(self, read: BatchLoss, count: int) -> None:
+        """Warn if the loss of one of ``count`` micro-batches is a sum that neither model nor criterion declares."""
+        loop = self._run.loop
+        declared = getattr(loop.model, "loss_reduction", None) is not None or self._run.gradients.sums is not None
+        if declared or read.units is not None or not self._is_averaged(count):
+            return
+        if any(map(adds_samples, [read.loss] if isinstance(read.loss, Tensor) else read.loss.values())):
+            self.once(
+                "sums",
+                "get_loss returns a loss with reduction='sum', but is taken to return a mean over samples, so results "
+                "depend on batch size, grad_accumulation, ranks and replicas. Set loss_reduction = 'sum' in the class "
+                "of your model, or 'mean' if the loss is a mean.",
+            )
+
+    def _is_averaged(self, count: int) -> bool:
+        """Return True if losses of several batches are averaged: of micro-batches, ranks, replicas or evaluations."""
+        loop = self._run.loop
+        replicas = loop.gpu_mode == "dp" and len(loop.run_config.devices) > 1
+        evaluates = loop.end_auto_eval and loop.validation_loader is not None
+        return bool(count > 1 or self._run.parallel or replicas or evaluates)
 
     def monitors(self) -> None:
         """After the first step, look for misspelt names of metrics, which would end the training after its epoch."""

@@ -88,7 +88,7 @@ class AlternatingTraining(Training):
             drop_gradients(optimizer)
             self.losses_stepped += 1
             found_inf += loop.progress.found_inf
-        if self._functions is not None:
+        if self._functions is not None and step.batches:
             self.functions_seen()
         loop.progress.found_inf = found_inf
         for size, losses in zip(step.sizes, shown, strict=True):
@@ -132,6 +132,8 @@ class AlternatingTraining(Training):
                     continue
                 size = step.sizes[i]
                 optimizer, read = read_yielded(item, size, self.gradients.sums)
+                if self._functions is not None:
+                    self.advice.sums(read, len(step.batches))
                 if self.place.collective:
                     refuse_constant(read.loss)
                 index = _index_of(self.loop.optimizer, optimizer)

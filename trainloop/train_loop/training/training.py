@@ -673,6 +673,8 @@ class Training(Run):
                     read = read_loss(output, sizes[i], gradients.sums)
                     if place.collective:
                         refuse_constant(read.loss)
+                    if self._functions is not None:
+                        self.advice.sums(read, count)
                     if self._class_losses.calls:
                         self.advice.averages(read, count, self._class_losses.take())
                     scaled = read.loss
@@ -691,7 +693,7 @@ class Training(Run):
                         loop.progress.last_loss = recorder.add_loss(*read.shown(sizes[i]))
                     if wants_loss:
                         scaled_losses.append(scaled.detach())
-        if self._functions is not None:
+        if self._functions is not None and batches:  # without a batch, this rank has not called get_loss
             self.functions_seen()
         factor = None if whole else gradients.complete(gradients.learned)
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None

@@ -22,7 +22,7 @@ from trainloop._support.reduction import attached_divisor, functional_losses
 from trainloop._support.user_line import warn
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiOptimizer, is_scheduled, is_watched
+from trainloop.optim import MultiOptimizer, is_scheduled, is_watched, note_steps_elsewhere
 from trainloop.train_loop.run.losses import split_loss
 from trainloop.train_loop.training.training import Training
 
@@ -249,7 +249,7 @@ class WholeStepTraining(Training):
             self._rates = [
                 torch.full((), float(group["lr"]), dtype=exact, device=device) for group in optimizer.param_groups
             ]
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # otherwise torch's schedulers warn about the order
+        note_steps_elsewhere(optimizer)
         parameters, gradients = self._parameters, self._gradients
         clipped, norm = list(self.gradients.learned), loop.gradient_clip_norm
         model, criterion, device, autocast = loop.model, loop.criterion, self.place.device, self.place.autocast
