@@ -126,14 +126,17 @@ def adds_samples(loss: Tensor) -> bool:
     >>> adds_samples(total + x.sum()), adds_samples(total / 3), adds_samples(total + functional.mse_loss(x, x))
     (True, False, False)
     """
-    nodes, found = [loss.grad_fn], set()
+    nodes: list[Any] = [loss.grad_fn]
+    seen, found = set(), set()
     while nodes:
-        node: Any = nodes.pop()
-        name = "" if node is None else node.name()
-        if name.startswith(("AddBackward", "SubBackward", "MulBackward", "NegBackward")):
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().startswith(("AddBackward", "SubBackward", "MulBackward", "NegBackward")):
             nodes += [before for before, _ in node.next_functions]
         else:
-            found.add(_MEAN if name.startswith("MeanBackward") else getattr(node, "_saved_reduction", None))
+            found.add(_MEAN if node.name().startswith("MeanBackward") else getattr(node, "_saved_reduction", None))
     return _SUM in found and _MEAN not in found
 
 
