@@ -1,4 +1,4 @@
-"""A feed's position in its epochs, and the random states that determine an epoch's order."""
+"""A feed's position in an epoch: store it, resume there or read the epoch again, with random states of its order."""
 
 from __future__ import annotations
 

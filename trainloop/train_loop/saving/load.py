@@ -1,4 +1,4 @@
-"""Load the state in a checkpoint into a training run, or into a loop that has nothing left to do."""
+"""Load a checkpoint into a training run, or into a loop with nothing left to do; warn of hooks that a resume skips."""
 
 from __future__ import annotations
 
