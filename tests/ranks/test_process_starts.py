@@ -166,13 +166,13 @@ if __name__ == "__main__":
     assert outcome() == (server, True)
     os.environ["TORCH_LOGS"] = "+dynamo"
     text = "these settings changed since the server started: TORCH_LOGS"
-    first, second = outcome(), outcome()
-    assert (first[0], first[1] > 0) == (text, True), first
-    assert second == (text, 0), second
+    for _ in range(2):
+        refused = outcome()
+        assert (refused[0], refused[1] > 0) == (text, True), refused
     del os.environ["TORCH_LOGS"]
     assert outcome() == (server, True)
     os.environ["TORCH_LOGS"] = "+dynamo"
-    assert outcome() == (text, 0)
+    assert outcome()[0] == text
     os.kill(server, signal.SIGKILL)
     os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
     other, _ = outcome()  # a new one has the variable
@@ -181,7 +181,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_refusal_is_remembered_for_as_long_as_the_server_and_the_state_are_the_same(tmp_path: Path) -> None:
+def test_a_server_refuses_for_as_long_as_it_and_the_state_are_the_same(tmp_path: Path) -> None:
     done = run_script(tmp_path, REFUSALS)
     assert done.stdout.splitlines()[-1:] == ["done"], done.stderr
     assert not done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,3 +113,95 @@ def test_large_values_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> No
     make_loop(validation=False, gpu_mode="ddp", accelerator="cpu", devices=1).fit(num_epochs=1, callbacks=[Changes()])
     assert means["y"] is large
     assert not large.any()
+
+
+def notes(values: list[float]) -> AbstractCallback:
+    """Return a callback of a class whose outer variables are of this call."""
+    count = 0
+
+    class Notes(AbstractCallback):
+        begun = 0
+
+        def on_batch_end(self) -> None:
+            nonlocal count
+            count += 1
+            Notes.begun += 1
+            values.append(float(count))
+
+    return Notes()
+
+
+@pytest.mark.long
+def test_a_container_that_grows_past_the_length_of_data_comes_back() -> None:
+    model = Net()
+    model.seen = []  # type: ignore[assignment]
+    losses[:] = [0.0] * 995
+
+    class Grows(AbstractCallback):
+        def __init__(self) -> None:
+            super().__init__("grows")
+            self.own: dict[int, float] = dict.fromkeys(range(995), 0.0)
+
+        def on_batch_end(self) -> None:
+            self.own[len(self.own)] = 1.0
+            losses.append(1.0)
+
+    callback = Grows()
+    make_loop(model, validation=False, gpu_mode="ddp", accelerator="cpu", devices=1).fit(
+        num_epochs=2, callbacks=[callback]
+    )
+    assert len(callback.own) == len(losses) > 1000
+
+
+@pytest.mark.long
+def test_callbacks_of_one_function_have_variables_of_their_own() -> None:
+    first: list[float] = []
+    second: list[float] = []
+    callbacks = [notes(first), notes(second)]
+    make_loop(Net(), validation=False, gpu_mode="ddp", accelerator="cpu", devices=1).fit(
+        num_epochs=1, callbacks=callbacks
+    )
+    assert first == second == [float(i + 1) for i in range(len(first))]
+    assert len(first) == type(callbacks[0]).begun == type(callbacks[1]).begun > 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.long
+def test_what_this_process_changes_meanwhile_stays() -> None:
+    class Appends(AbstractCallback):
+        def on_epoch_end(self) -> None:
+            losses.append(1.0)
+
+    losses.clear()
+    ended = threading.Event()
+
+    def progress() -> None:
+        while not ended.wait(0.05):
+            losses.append(-1.0)
+
+    thread = threading.Thread(target=progress)
+    thread.start()
+    make_loop(Net(), validation=False, gpu_mode="ddp", accelerator="cpu", devices=1).fit(
+        num_epochs=1, callbacks=[Appends()]
+    )
+    ended.set()
+    thread.join()
+    assert set(losses) == {-1.0}
+
+
+_opened = False
+_file: Any = None
+
+
+@pytest.mark.long
+def test_a_flag_of_what_a_rank_has_does_not_come_back(tmp_path: Path) -> None:
+    class Writes(AbstractCallback):
+        def on_epoch_end(self) -> None:
+            global _opened, _file
+            if not _opened:
+                _opened, _file = True, (tmp_path / "log").open("w")
+            _file.write("epoch")
+
+    make_loop(Net(), validation=False, gpu_mode="ddp", accelerator="cpu", devices=1).fit(
+        num_epochs=1, callbacks=[Writes()]
+    )
+    assert (_opened, _file) == (False, None)

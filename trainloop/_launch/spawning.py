@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
-import psutil
-
 from trainloop._launch.failures import Failure, exit_text, first_failure, read_record, read_text, worker_failed_error
 from trainloop._launch.hosts import Hosts
 from trainloop._launch.liveness import Liveness, Sign, hanging_ranks
@@ -513,6 +511,8 @@ def _process_state(process: Any) -> str:
     """Return the reason why a rank wrote no stack."""
     if not process.is_alive():
         return f"it ended with {exit_text(process.exitcode)}"
+    import psutil
+
     with contextlib.suppress(psutil.Error):
         return f"it did not respond (process state: {psutil.Process(process.pid).status()})"
     return "it did not respond"
@@ -525,6 +525,8 @@ def _kill_strays(line_marks: set[str], token: str = "") -> None:
     Workers that a rank has spawned have the launch's token in their environment: if ``token`` is given, they are
     killed, too. Other programs that user code started are left alone.
     """
+    import psutil
+
     for process in psutil.process_iter() if _PROC else ():
         with contextlib.suppress(OSError, psutil.Error):  # the process has ended, or is another user's
             if line_marks.isdisjoint(_open_files(process.pid)):

@@ -133,11 +133,17 @@ def adds_samples(loss: Tensor) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name().startswith(("AddBackward", "SubBackward", "MulBackward", "NegBackward")):
+        if node.name().startswith(("AddBackward", "SubBackward", "NegBackward")) or _keeps_a_sum(node):
             nodes += [before for before, _ in node.next_functions]
         else:
             found.add(_MEAN if node.name().startswith("MeanBackward") else getattr(node, "_saved_reduction", None))
     return _SUM in found and _MEAN not in found
+
+
+def _keeps_a_sum(node: Any) -> bool:
+    """Return True for a product with a number; a small number, such as ``1 / len(x)``, makes a mean of a sum."""
+    other = getattr(node, "_saved_other", None) if node.name().startswith("MulBackward") else None
+    return isinstance(other, Tensor) and other.is_cpu and other.numel() == 1 and abs(float(other.detach())) >= 0.5
 
 
 def _is_of_scalar(node: Any) -> bool:

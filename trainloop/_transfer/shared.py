@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -103,15 +104,17 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
                 continue
 
 
-def _contents(obj: Any) -> Any:
+def _contents(obj: Any, most: float = _LONG) -> Any:
     """Return the contents of an object, which may be overwritten; ``None`` for a value without contents.
+
+    Containers of more than ``most`` items count as data, without contents.
 
     They are a dictionary of items or attributes, a list of items, or a tuple with the object's whole state.
     """
     if isinstance(obj, _ITEMS):
-        return list(obj) if len(obj) <= _LONG else None
+        return list(obj) if len(obj) <= most else None
     if isinstance(obj, dict):
-        return dict(obj) if len(obj) <= _LONG or any(isinstance(key, torch.Tensor) for key in obj) else None
+        return dict(obj) if len(obj) <= most or any(isinstance(key, torch.Tensor) for key in obj) else None
     if isinstance(obj, np.ndarray):
         return (obj.view(),) if type(obj) is np.ndarray else None  # a view, since the array itself is a reference
     if isinstance(obj, torch.Generator):
@@ -166,7 +169,7 @@ def changed_parts(
                 continue
             changed[path] = (obj.detach().cpu(), obj.requires_grad)
             continue
-        now = _contents(obj)
+        now = _contents(obj, math.inf)  # it may have grown
         mark = fingerprint(now, known)
         if mark is not None and mark != before.get(path):
             changed[path] = now

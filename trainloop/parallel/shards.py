@@ -266,7 +266,8 @@ def bit_sums(tensors: list[Tensor]) -> list[int]:
 
 
 def _bit_sum(tensor: Tensor) -> Tensor:
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+    tensor = tensor.resolve_conj().resolve_neg()
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1).contiguous()
     size = flat.element_size()
     # Eight bytes at a time where possible: torch sums narrower integers thirty times slower (on the CPU).
     if flat.storage_offset() * size % 8:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -362,6 +363,66 @@ def test_what_a_callback_restores_is_not_named(tmp_path: Path, callback: Any) ->
     resumed = [callback("changes.best"), saved(tmp_path)]
     found = warnings_of(lambda: fit(callbacks=resumed, resume_from=path_of(tmp_path, 9)))
     assert not [one for one in found if "does not contain changes.best" in one]
+
+
+class Raises:
+    """An object whose methods raise errors of any kind."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __len__(self) -> int:
+        raise ValueError
+
+
+class RaisesAsInt(int):
+    def __repr__(self) -> str:
+        raise ValueError
+
+    __index__ = __repr__  # type: ignore[assignment]
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "not contiguous": lambda: torch.zeros(8, 3)[:, 0],
+    "expanded": lambda: torch.zeros(1).expand(8),
+    "conjugate": lambda: torch.zeros(4, dtype=torch.complex64).conj(),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "freed": lambda: freed(torch.zeros(8)),
+    "large number": lambda: 1 << 100_000,
+    "errors": Raises,
+    "number with errors": lambda: RaisesAsInt(3),
+    "list with errors": lambda: [Raises()],
+    "module": lambda: random,
+    "mock": mock.MagicMock,
+}
+
+
+def freed(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+class OddRows(Dataset[Any]):
+    def __init__(self, odd: Any) -> None:
+        self.odd = odd
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        random.random()
+        return torch.zeros(8), 0
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_attributes_never_end_a_training(tmp_path: Path, kind: str) -> None:
+    model, callback, odd = Net(), Changes("nothing"), ODD[kind]()
+    model.fc.odd = callback.odd = odd  # type: ignore[attr-defined]
+    loop = make_loop(model, validation=False)
+    loop.train_loader = DataLoader(OddRows(odd), 4)
+    found = warnings_of(lambda: loop.fit(num_epochs=1, callbacks=[callback, saved(tmp_path)]))
+    assert found == []
+    assert loop.global_step == 4
 
 
 def test_a_finished_run_names_what_it_lacks(tmp_path: Path) -> None:

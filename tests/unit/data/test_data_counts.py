@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from trainloop import TrainLoop, TTModel
 from trainloop.data import EvalFeed, TrainFeed
-from trainloop.data.batch.batches import count_collated, count_samples
+from trainloop.data.batch.batches import SampleCounter, count_collated, count_samples
 
 ITEMS = [(torch.full((3, 2, 2), float(i)), {"y": torch.tensor(float(i) ** 2)}) for i in range(7)]
 
@@ -159,7 +159,16 @@ def test_a_batch_of_one_sample_is_one_if_it_has_a_single_label(name: str) -> Non
     batch, size = OF_ONE[name]
     assert count_collated(batch, 1) == size
     if name != "bag, list of one label":
-        assert count_collated(batch) == (size or 3)  # without a plan, the common length is the best guess
+        # Without a plan, one label may belong to one sample or to all.
+        assert count_collated(batch) == (None if size == 1 else size or 3)
+
+
+@pytest.mark.parametrize(
+    "batch, guess", [((T(3, 2), torch.tensor(1)), 1), ([T(3, 2), 0.5], 1), ({"x": T(3, 2), "domain": 0}, 3)]
+)
+def test_a_batch_that_may_be_one_sample_is_warned_of_without_a_plan(batch: Any, guess: int) -> None:
+    with pytest.warns(UserWarning, match=rf"may be one sample with a number.* taken to be {guess}\."):
+        assert SampleCounter("train_loader").count(batch) == guess
 
 
 def itself(samples: list[Any]) -> Any:
@@ -197,6 +206,7 @@ BAG_LOADERS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*can't be counted, because it may be one sample with a number")
 @pytest.mark.parametrize("mode", ["single", "dp"])
 @pytest.mark.parametrize("kind", BAG_LOADERS)
 def test_bags_of_any_size_count_once_each(mode: str, kind: str) -> None:

@@ -145,7 +145,7 @@ class SampleCounter:
         """Return the number of samples in a batch that was made of ``planned`` samples (None: unknown)."""
         count = count_collated(batch, planned)
         if count is None:
-            count = count_samples(batch, self._batch_size) if planned is None else planned
+            count = _guessed(batch, planned, self._batch_size)
             # Without a plan, the first part's length is right if another part has it (in a graph, edges differ).
             doubtful = planned is not None or sum(count in column for column in _lengths(batch, {}, top=True)) < 2
             if doubtful and not self._warned:
@@ -153,6 +153,8 @@ class SampleCounter:
                 why = "the lengths of its parts differ"
                 if planned is not None:
                     why += f", which was made of {planned} samples"
+                elif _has_one_label(batch, [*_lengths(batch, {}, top=True)]):
+                    why = "it may be one sample with a number, or several samples"
                 if planned == 1:
                     why = "it was made of one sample, and its parts may be several samples or the items of this one"
                 warn(
@@ -191,13 +193,23 @@ def count_collated(batch: Any, planned: int | None = None) -> int | None:
     # With equal lengths on the second axis, samples may also be on that axis.
     if len(common) != 1 or (planned and _all_have_on_second_axis(batch, planned)):
         return None
-    if planned in (1, None) and (singles := [part for part in parts_of(batch) or () if _is_single(part)]):
-        if len(columns) == 1 and not all(isinstance(part, str) for part in singles):
-            return 1
+    if planned == 1 and any(map(_is_single, parts_of(batch) or ())):
         # Several columns may be windows, each with its label, or parts of one sample; a name belongs to both.
-        if planned == 1:
-            return None
-    return common.pop()
+        return 1 if _has_one_label(batch, columns) else None
+    return None if planned is None and _has_one_label(batch, columns) else common.pop()
+
+
+def _has_one_label(batch: Any, columns: list[set[int]]) -> bool:
+    """Return True for a batch of one column and a single number, such as a bag of instances with its label."""
+    numbers = [part for part in parts_of(batch) or () if _is_single(part) and not isinstance(part, str)]
+    return len(columns) == 1 and bool(numbers)
+
+
+def _guessed(batch: Any, planned: int | None, batch_size: int | None = None) -> int:
+    """Return the most likely number of samples in a batch that can't be counted."""
+    if planned is None and not isinstance(batch, Mapping) and _has_one_label(batch, [*_lengths(batch, {}, top=True)]):
+        return 1  # in a dict, a number mostly belongs to all samples
+    return count_samples(batch, batch_size) if planned is None else planned
 
 
 def _is_single(part: Any) -> bool:
@@ -207,7 +219,7 @@ def _is_single(part: Any) -> bool:
 def samples_of_batch(batch: Any, planned: int | None = None) -> int:
     """Return the number of samples in a batch, as :class:`SampleCounter` counts it, without a warning."""
     count = count_collated(batch, planned)
-    return count_samples(batch, planned) if count is None else count
+    return _guessed(batch, planned) if count is None else count
 
 
 def _lengths(value: Any, seen: dict[int, Any], *, top: bool = False) -> Iterator[set[int]]:

@@ -103,12 +103,14 @@ class CallerSide:
         self._known = known_objects(loop)
         self._parts = _parts(loop)
         self._callbacks = list(loop.callbacks)
+        self._script = self._script_now()
         self.paths = tuple(self._parts)
         """Paths of the parts, for :class:`RankSide`. Both sides number the parts in the same way."""
 
     def receive(self, data: PackedState) -> Any:
         """Write a rank's end state into the caller's objects; return the ``result`` that was sent with it."""
         state = unpack_state(data, [*self._known, *self._parts.values()])
+        self._keep_own_changes(state)
         _receive(self._loop, state, self._callbacks)
         if self._loop.progress.global_step:
             note_steps_elsewhere(self._loop.optimizer)
@@ -123,6 +125,17 @@ class CallerSide:
         del state  # free the model's memory now
         trim()
         return result
+
+    def _script_now(self) -> dict[str, Any]:
+        values = script_values(self._loop)
+        return {path: fingerprint(own.value, self._known, fixed=True) for path, own in values.items()}
+
+    def _keep_own_changes(self, state: dict[str, Any]) -> None:
+        """Remove from a rank's state the script's values that this process has changed since, in another thread."""
+        own = {path for path, mark in self._script_now().items() if mark != self._script.get(path)}
+        for changes in (state["script"], state["parts"]):
+            for path in [one for one in changes if any(f"{one}.".startswith(f"{mine}.") for mine in own)]:
+                del changes[path]
 
 
 class RankSide:

@@ -6,8 +6,10 @@ import os
 import zlib
 from collections import deque
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from io import IOBase
 from itertools import islice
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -60,13 +62,18 @@ class Beside:
         self._kinds: dict[str, Any] = {}  # of those that a training mostly continues from: neither records nor caches
         self._data: set[str] = set()
         self._seen = {id(one) for one in (loop, loop.model, loop.optimizer, loop.criterion, *loop.callbacks)}
-        self._add_data(loop.train_loader)
+        # Objects of the user's may raise any error, or change in another thread: no advice may end a training.
+        with suppress(Exception):
+            self._add_data(loop.train_loader)
         if saved is not None:
-            self._add_modules(loop, saved)
-            self._add_others(loop)
-            for path, own in script_values(loop).items():
-                self._add(path, own.value)
-                self._add_attributes(path, own.value, of_callback=True, depth=1)
+            with suppress(Exception):
+                self._add_modules(loop, saved)
+            with suppress(Exception):
+                self._add_others(loop)
+            with suppress(Exception):
+                for path, own in script_values(loop).items():
+                    self._add(path, own.value)
+                    self._add_attributes(path, own.value, of_callback=True, depth=1)
 
     def changed_since(self, before: Beside) -> dict[str, int]:
         """Return the values that were different in ``before``."""
@@ -78,7 +85,7 @@ class Beside:
             name
             for name in self.changed_since(before)
             # A cache often has had no value, or one of another shape.
-            if name in self._kinds and self._kinds[name] in ("pool", before._kinds.get(name))
+            if name in self._kinds and _continues(self._kinds[name], before._kinds.get(name))
         ]
         if not names:
             return ""
@@ -89,11 +96,12 @@ class Beside:
         )
 
     def _add(self, path: str, value: Any, kind: Any = None) -> None:
-        shown = _shown(value)
-        if shown is not None:
-            self.values[path] = zlib.crc32(repr(shown).encode())
-            if kind is not None:
-                self._kinds[path] = kind
+        with suppress(Exception):  # of whatever methods the value's class has
+            shown = _shown(value, [_MOST_ITEMS])
+            if shown is not None:
+                self.values[path] = zlib.crc32(repr(shown).encode())
+                if kind is not None:
+                    self._kinds[path] = kind
 
     def _add_modules(self, loop: LoopState, saved: set[str]) -> None:
         modules = [("", loop.model), *(("criterion", module) for module in criterion_modules(loop.criterion))]
@@ -153,13 +161,13 @@ class Beside:
         parts = [("train_loader", loader, 0), ("train_loader.dataset", dataset, 0)]  # the last one first
         while parts and len(seen) < _MOST_PARTS:
             path, part, depth = parts.pop()
-            if id(part) in seen or isinstance(part, (type, nn.Module)):
+            if id(part) in seen or isinstance(part, (type, nn.Module, ModuleType)):
                 continue
             seen.add(id(part))
             if isinstance(part, (list, tuple)):
                 parts += [(f"{path}[{i}]", one, depth) for i, one in enumerate(part) if len(part) <= 16]
                 continue
-            for name, value in getattr(part, "__dict__", {}).items():
+            for name, value in list(getattr(part, "__dict__", {}).items()):
                 where, generator = f"{path}.{name}", as_generator(value)
                 if id(value) in seen:
                     continue
@@ -198,15 +206,27 @@ def warn_of_lost(loop: LoopState, saved: Mapping[str, int]) -> None:
 
 
 def _kind_of(value: Any) -> Any:
-    """Return the kind of a value that a training mostly uses later: a count, a tensor's shape, a pool of tensors."""
+    """Return the kind of a value that a training mostly uses later: a count itself, a tensor's shape, or a pool."""
     if isinstance(value, (list, deque)):
         return "pool" if any(isinstance(item, Tensor) for item in islice(value, 10)) else None
-    return "count" if type(value) is int else tuple(value.shape) if _is_plain_tensor(value) else None
+    return value if type(value) is int else tuple(value.shape) if _is_plain_tensor(value) else None
 
 
-def _shown(value: Any, depth: int = 2) -> Any:
-    """Return what shows a change of a value, in this process and in another one; ``None`` for other objects."""
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
+def _continues(now: Any, before: Any) -> bool:
+    """Return True for the kinds of a count that has grown, of a pool, and of equal shapes: caches mostly differ."""
+    return now > before if type(now) is type(before) is int else now in ("pool", before)
+
+
+def _shown(value: Any, left: list[int], depth: int = 2) -> Any:
+    """Return what shows a change of a value, in this process and in another one; ``None`` for other objects.
+
+    ``left`` is the number of items that may still be read.
+    """
+    if isinstance(value, (str, bytes)) and len(value) > _MOST_ITEMS:
+        return [len(value), value[:_MOST_ITEMS], value[-_MOST_ITEMS:]]
+    if isinstance(value, int):
+        return hex(value)
+    if value is None or isinstance(value, (float, complex, str, bytes, np.generic)):
         return repr(value)
     if isinstance(value, Tensor):
         return [tuple(value.shape), bit_sums([value])] if _is_plain_tensor(value) else None
@@ -217,14 +237,15 @@ def _shown(value: Any, depth: int = 2) -> Any:
         return repr(state.tolist() if isinstance(state, Tensor) else state)
     if _is_iterator(value):
         return os.urandom(8)  # nothing shows its position
-    if depth and isinstance(value, (list, tuple, deque)):
-        return [len(value), [_shown(item, depth - 1) for item in islice(value, _MOST_ITEMS)]]
-    if depth and isinstance(value, dict):
-        items = islice(value.items(), _MOST_ITEMS)
-        return [len(value), [(_shown(key, 1), _shown(item, depth - 1)) for key, item in items]]
-    if depth and isinstance(value, (set, frozenset)):
-        return [len(value), sorted(str(_shown(item, 1)) for item in islice(value, _MOST_ITEMS))]
-    return None
+    if not depth or not isinstance(value, (list, tuple, deque, dict, set, frozenset)):
+        return None
+    items = list(islice(value, left[0]))
+    left[0] -= len(items)
+    if isinstance(value, (set, frozenset)):  # in any order
+        return [len(value), sum(zlib.crc32(repr(_shown(item, left, 1)).encode()) for item in items)]
+    if isinstance(value, dict):
+        return [len(value), [(_shown(key, left, 1), _shown(value[key], left, depth - 1)) for key in items]]
+    return [len(value), [_shown(item, left, depth - 1) for item in items]]
 
 
 def _is_iterator(value: Any) -> bool:
@@ -233,8 +254,10 @@ def _is_iterator(value: Any) -> bool:
 
 def _is_small(value: Any) -> bool:
     """Return True for a plain value, a small array or tensor on the CPU, and a container of at most 1000 items."""
-    if isinstance(value, (Tensor, np.ndarray)):
-        return value.nbytes <= _SMALL_BYTES and (isinstance(value, np.ndarray) or value.is_cpu)
+    if isinstance(value, Tensor):
+        return _is_plain_tensor(value) and value.is_cpu and value.nbytes <= _SMALL_BYTES
+    if isinstance(value, np.ndarray):
+        return value.nbytes <= _SMALL_BYTES
     if isinstance(value, (list, tuple, dict, set, deque)):
         return len(value) <= _MOST_ITEMS
     return isinstance(value, (int, float, str, np.generic))
@@ -244,4 +267,6 @@ def _is_plain_tensor(value: Any) -> bool:
     """Return True for a tensor with bits that can be compared, and outside of a graph."""
     if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.grad_fn is not None:
         return False
-    return not (value.is_nested or value.is_quantized or value.is_meta)
+    if value.is_nested or value.is_quantized or value.is_meta:
+        return False
+    return value.untyped_storage().nbytes() >= value.nbytes  # otherwise expanded, or with its memory freed

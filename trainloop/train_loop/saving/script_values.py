@@ -19,7 +19,7 @@ from trainloop.train_loop.progress.loop_state import LoopState
 __all__ = ["ScriptValue", "script_values"]
 
 _MOST_BYTES, _MOST_ITEMS = 2**20, 100_000  # larger values are data
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, np.generic)
+_ATOMS = (float, complex, str, bytes, np.generic)
 
 
 class ScriptValue(NamedTuple):
@@ -31,8 +31,11 @@ class ScriptValue(NamedTuple):
     value: Any
 
     def put(self, value: Any) -> None:
-        """Assign another value."""
-        if isinstance(self.holder, dict):
+        """Assign another value; change a container in place, since other names may refer to it."""
+        if type(self.value) is type(value) and isinstance(value, (list, dict, set, deque)):
+            self.value.clear()
+            self.value.extend(value) if isinstance(value, (list, deque)) else self.value.update(value)
+        elif isinstance(self.holder, dict):
             self.holder[self.name] = value
         elif isinstance(self.holder, types.CellType):
             self.holder.cell_contents = value
@@ -48,18 +51,28 @@ def script_values(loop: LoopState) -> dict[str, ScriptValue]:
     """
     found: dict[str, ScriptValue] = {}
     functions: deque[types.FunctionType] = deque()
+
+    def add(path: str, own: ScriptValue) -> None:
+        while path in found and found[path].holder is not own.holder:  # of another class or function of this name
+            path += "'"
+        with suppress(Exception):  # of whatever methods the value's class has
+            if _is_light(own.value, [_MOST_ITEMS]):
+                found[path] = own
+
     for cls in _classes_of(loop):
         for name, value in list(vars(cls).items()):
-            if not name.startswith("__") and _is_light(value):
-                found[f"{cls.__module__}.{cls.__qualname__}.{name}"] = ScriptValue(cls, name, value)
+            if not name.startswith("__"):
+                # A class that is pickled by value loses the name of the function around it.
+                add(f"{cls.__module__}.{cls.__name__}.{name}", ScriptValue(cls, name, value))
             inner = getattr(value, "fget", None) or getattr(value, "__func__", value)  # properties, static methods
             functions.extend([inner] if isinstance(inner, types.FunctionType) else [])
-    seen: set[types.CodeType] = set()
+    seen: set[tuple[int, ...]] = set()
     while functions:
         function = functions.popleft()
-        if function.__code__ in seen:
+        key = (id(function.__code__), *map(id, function.__closure__ or ()))
+        if key in seen:
             continue
-        seen.add(function.__code__)
+        seen.add(key)
         names = dict.fromkeys(_names_in(function.__code__))
         used = {name: function.__globals__[name] for name in names if name in function.__globals__}
         holders: dict[str, Any] = dict.fromkeys(used, function.__globals__)
@@ -67,10 +80,13 @@ def script_values(loop: LoopState) -> dict[str, ScriptValue]:
             with suppress(ValueError):  # not assigned yet
                 used[name], holders[name] = cell.cell_contents, cell
         for name, value in used.items():
-            if isinstance(value, types.FunctionType) and is_users(value.__module__):
+            if isinstance(value, types.ModuleType) and is_users(value.__name__):
+                inner_values = [vars(value).get(inner) for inner in names]
+                functions.extend(one for one in inner_values if isinstance(one, types.FunctionType))
+            elif isinstance(value, types.FunctionType) and is_users(value.__module__):
                 functions.append(value)
-            elif _is_light(value):
-                found[f"{function.__module__}.{name}"] = ScriptValue(holders[name], name, value)
+            else:
+                add(f"{function.__module__}.{name}", ScriptValue(holders[name], name, value))
     return found
 
 
@@ -88,9 +104,20 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _is_light(value: Any, depth: int = 3) -> bool:
+def _is_light(value: Any, left: list[int], depth: int = 3) -> bool:
+    """Return True for a value to keep; ``left`` is the number of items that may still be looked at.
+
+    Flags and ``None`` are not kept: they mostly say what a process has (``_opened = True``), such as a file.
+    """
+    left[0] -= 1
+    if left[0] < 0:
+        return False
     if isinstance(value, _ATOMS):
         return not isinstance(value, (str, bytes)) or len(value) <= _MOST_BYTES
+    if value is None or isinstance(value, bool):
+        return depth < 3
+    if isinstance(value, int):
+        return True
     if type(value) is Tensor:
         return value.layout == torch.strided and value.grad_fn is None and value.nbytes <= _MOST_BYTES
     if type(value) is np.ndarray:
@@ -100,11 +127,10 @@ def _is_light(value: Any, depth: int = 3) -> bool:
     if not depth:
         return False
     if isinstance(value, (list, tuple, set, deque)):
-        return len(value) <= _MOST_ITEMS and all(_is_light(item, depth - 1) for item in value)
+        return all(_is_light(item, left, depth - 1) for item in list(value))
     if isinstance(value, dict):
-        return len(value) <= _MOST_ITEMS and all(_is_light(item, depth - 1) for item in value.values())
-    if isinstance(value, (type, nn.Module, types.FunctionType, types.ModuleType)) or not is_users(
-        type(value).__module__
-    ):
+        return all(_is_light(item, left, depth - 1) for item in list(value.values()))
+    is_code = isinstance(value, (type, nn.Module, types.FunctionType, types.ModuleType))
+    if is_code or not is_users(type(value).__module__):
         return False
-    return all(_is_light(one, depth - 1) for one in getattr(value, "__dict__", {}).values())
+    return all(_is_light(one, left, depth - 1) for one in list(getattr(value, "__dict__", {}).values()))
