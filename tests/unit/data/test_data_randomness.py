@@ -27,6 +27,9 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from trainloop.data import StepBatches, TrainFeed
 
+# Streams of single samples, each a row and its label.
+pytestmark = pytest.mark.filterwarnings("ignore:.*it may be one sample with a number")
+
 # -- with a seed -------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from trainloop.data import EvalFeed, TrainFeed
 
+# Streams of single samples, each a row and its label.
+pytestmark = pytest.mark.filterwarnings("ignore:.*it may be one sample with a number")
+
 
 class StopsInItem(Rows):
     def __getitem__(self, index: int) -> Any:
