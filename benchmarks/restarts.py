@@ -101,7 +101,7 @@ def fit(model: Any, batches: int, callbacks: list[Any], epochs: int, **arguments
 
 def take_turns(kind: Any, folder: Path, block: int, blocks: int, arguments: dict[str, Any]) -> None:
     """In a process of its own: a run of some blocks of steps, and of one before them."""
-    end_with_parent(None)  # it would wait for its turn for ever
+    end_with_parent(-1)  # it would wait for its turn for ever
     torch.set_num_threads(1)
     fit(kind(), block * (blocks + 1), [Turns(folder, block)], 1, **arguments)
 
