@@ -83,10 +83,9 @@ def users_modules() -> dict[str, types.ModuleType]:
     return {
         name: module
         for name, module in list(sys.modules.items())
-        if type(getattr(module, "__file__", None)) is str
-        and name not in ("__main__", "__mp_main__")
+        if name not in ("__main__", "__mp_main__")
         and getattr(getattr(module, "__spec__", None), "name", None) == name
-        and not _in_library(module.__file__)
+        and is_users(name)
     }
 
 

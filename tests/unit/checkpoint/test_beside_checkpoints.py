@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -423,6 +424,20 @@ def test_odd_attributes_never_end_a_training(tmp_path: Path, kind: str) -> None:
     found = warnings_of(lambda: loop.fit(num_epochs=1, callbacks=[callback, saved(tmp_path)]))
     assert found == []
     assert loop.global_step == 4
+
+
+def test_an_odd_attribute_hides_no_other(tmp_path: Path) -> None:
+    class Odd(AbstractCallback):
+        def __init__(self) -> None:
+            super().__init__("odd")
+            self.gone = weakref.proxy(Pool())
+
+    fit = with_state_in("changes.best")
+    callbacks = [Odd(), Changes("changes.best")]
+    fit(callbacks=[*callbacks, saved(tmp_path)])
+    callbacks = [Odd(), Changes("changes.best")]
+    found = warnings_of(lambda: fit(callbacks=[*callbacks, saved(tmp_path / "new")], resume_from=path_of(tmp_path, 9)))
+    assert any(one.startswith("the checkpoint does not contain changes.best, ") for one in found)
 
 
 def test_a_finished_run_names_what_it_lacks(tmp_path: Path) -> None:

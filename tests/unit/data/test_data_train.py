@@ -514,6 +514,6 @@ def test_an_iterator_that_epochs_share_is_noticed(loader: Any, attribute: str) -
         feed.set_epoch(epoch)
         assert len(list(feed.steps(1))) in (2, 4)
         feed.end_epoch()
-        assert feed.about_state[: len(attribute) + 1].strip() == (attribute if epoch else "")
+        assert feed.about_iterator[: len(attribute) + 1].strip() == (attribute if epoch else "")
     if isinstance(loader, DataLoader):
         end_workers(loader)

@@ -84,8 +84,8 @@ class TrainFeed:
         self._name = name
         self._exchange_ints = exchange_ints
         self._device = device
-        self.about_state = ""
-        """Warning about state of the data that the last epoch has changed, and that is not kept; empty if none is."""
+        self.about_iterator = ""
+        """Warning about an iterator that the last two epochs shared; empty if there is none."""
         self._epoch = 0
         self._users_loader = loader.loader if isinstance(loader, SplitBatches) else loader
         self._seed = seed
@@ -207,7 +207,7 @@ class TrainFeed:
     def end_epoch(self) -> None:
         """End the epoch, perhaps before its last step; the next epoch draws a new order."""
         self._position.end_epoch(complete=False)
-        self.about_state = self._kept.after_epoch()
+        self.about_iterator = self._kept.after_epoch()
 
     def state_dict(
         self, plain: Callable[[Any, str], Any] = lambda value, _: value, *, ended: bool = False

@@ -62,18 +62,13 @@ class Beside:
         self._kinds: dict[str, Any] = {}  # of those that a training mostly continues from: neither records nor caches
         self._data: set[str] = set()
         self._seen = {id(one) for one in (loop, loop.model, loop.optimizer, loop.criterion, *loop.callbacks)}
-        # Objects of the user's may raise any error, or change in another thread: no advice may end a training.
-        with suppress(Exception):
-            self._add_data(loop.train_loader)
+        self._add_data(loop.train_loader)
         if saved is not None:
-            with suppress(Exception):
-                self._add_modules(loop, saved)
-            with suppress(Exception):
-                self._add_others(loop)
-            with suppress(Exception):
-                for path, own in script_values(loop).items():
-                    self._add(path, own.value)
-                    self._add_attributes(path, own.value, of_callback=True, depth=1)
+            self._add_modules(loop, saved)
+            self._add_others(loop)
+            for path, own in script_values(loop).items():
+                self._add(path, own.value)
+                self._add_attributes(path, own.value, of_callback=True, depth=1)
 
     def changed_since(self, before: Beside) -> dict[str, int]:
         """Return the values that were different in ``before``."""
@@ -130,20 +125,31 @@ class Beside:
     def _add_attributes(
         self, path: str, part: Any, *, without: Collection[str] = (), of_callback: bool = False, depth: int = 0
     ) -> None:
-        """Add the attributes of an object of the user's, and of objects in them of the same package, or schedulers."""
+        """Add the attributes of an object of the user's, and of objects in them of the same package, or schedulers.
+
+        Objects of the user's may raise any error, or change in another thread: no advice may end a training, and none
+        of them hides the others.
+        """
+        with suppress(Exception):
+            self._add_all(path, part, without, of_callback, depth)
+
+    def _add_all(self, path: str, part: Any, without: Collection[str], of_callback: bool, depth: int) -> None:
         package = type(part).__module__.partition(".")[0]
         if package in _LIBRARIES and not depth:
             return
         kinds = reversed(type(part).__mro__) if package not in _LIBRARIES else ()
         counts = {name: value for cls in kinds for name, value in vars(cls).items() if type(value) in (int, float)}
-        for name, value in {**counts, **getattr(part, "__dict__", {})}.items():
+        for name, value in [*{**counts, **getattr(part, "__dict__", {})}.items()]:
             if name in without or name.startswith("_" if depth or not of_callback else "__"):
                 continue
             where = f"{path}.{name}" if path else name
-            if as_generator(value) is None or of_callback or depth:  # otherwise, checkpoints contain its state
-                self._add(where, value, None if of_callback else _kind_of(value))
-            if id(value) in self._seen or not hasattr(value, "__dict__"):
-                continue
+            with suppress(Exception):
+                if of_callback or depth or as_generator(value) is None:  # otherwise, checkpoints contain its state
+                    self._add(where, value, None if of_callback else _kind_of(value))
+                self._add_within(where, value, package, of_callback, depth)
+
+    def _add_within(self, where: str, value: Any, package: str, of_callback: bool, depth: int) -> None:
+        if id(value) not in self._seen and hasattr(value, "__dict__"):
             self._seen.add(id(value))
             if isinstance(value, nn.Module):  # of a callback, or hidden in a list or an object
                 for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
@@ -161,12 +167,18 @@ class Beside:
         parts = [("train_loader", loader, 0), ("train_loader.dataset", dataset, 0)]  # the last one first
         while parts and len(seen) < _MOST_PARTS:
             path, part, depth = parts.pop()
-            if id(part) in seen or isinstance(part, (type, nn.Module, ModuleType)):
-                continue
-            seen.add(id(part))
-            if isinstance(part, (list, tuple)):
-                parts += [(f"{path}[{i}]", one, depth) for i, one in enumerate(part) if len(part) <= 16]
-                continue
+            with suppress(Exception):
+                parts += self._add_part_of_data(path, part, depth, seen)
+
+    def _add_part_of_data(self, path: str, part: Any, depth: int, seen: set[int]) -> list[tuple[str, Any, int]]:
+        """Add an object's attributes, unless it is among those ``seen``; return the objects in them."""
+        if id(part) in seen or isinstance(part, (type, nn.Module, ModuleType)):
+            return []
+        seen.add(id(part))
+        if isinstance(part, (list, tuple)):
+            return [(f"{path}[{i}]", one, depth) for i, one in enumerate(part) if len(part) <= 16]
+        inner: list[tuple[str, Any, int]] = []
+        with suppress(Exception):
             for name, value in list(getattr(part, "__dict__", {}).items()):
                 where, generator = f"{path}.{name}", as_generator(value)
                 if id(value) in seen:
@@ -182,7 +194,8 @@ class Beside:
                     self._add(where, value, "data" if follows else None)
                     self._data.add(where)
                 if depth <= _DEEPEST and (hasattr(value, "__dict__") or isinstance(value, (list, tuple))):
-                    parts.append((where, value, depth + 1))
+                    inner.append((where, value, depth + 1))
+        return inner
 
 
 def saved_names(loop: LoopState) -> set[str]:

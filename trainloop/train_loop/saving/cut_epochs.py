@@ -140,7 +140,7 @@ def load_cut(run: TrainingRun, cut: dict[str, Any]) -> bool:
         load_carried_state(loop.model, [saved["carried"] for saved in ranks], loop.rank, loop.world_size)
     load_metrics(run, ranks)
     mine = ranks[loop.rank if same_ranks else 0]
-    if run.seed is not None:  # without a seed, the caller's generators go on, as in a hand-written loop
+    if run.seed is not None:  # without a seed, the caller's generators continue, as in a hand-written loop
         if same_ranks:
             rng.restore(mine["rng"])
         else:

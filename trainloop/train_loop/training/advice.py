@@ -161,7 +161,8 @@ class Advice:
             return
         self._given.add("monitors")
         for monitor in (part for callback in loop.callbacks for part in vars(callback).values()):
-            if isinstance(monitor, Monitor) and (text := monitor.about_name(loop, self._run.recorder.names)):
+            # A part may be a proxy of an object that is gone, for which isinstance raises.
+            if issubclass(type(monitor), Monitor) and (text := monitor.about_name(loop, self._run.recorder.names)):
                 warn_or_print(text)
 
     # -- at the end of an epoch --------------------------------------------------------------------------------------

@@ -143,7 +143,6 @@ class Training(Run):
         self._cut: dict[str, Any] | None = None  # position in the epoch in which the previous fit ended
         self._beside: Beside | None = None  # at the beginning of the first epoch
         self._saved: set[str] | None = None
-        self._finished_epochs = 0
         self._epoch_ended = False  # a callback has ended the epoch, before the checkpoint that this run resumes from
 
     def train(self) -> int:
@@ -568,7 +567,7 @@ class Training(Run):
         self.display.end_epoch()  # before other output is printed
         self.feed.end_epoch()
         if self.parallel or self._writes():
-            self.advice.once("iterator", self.feed.about_state)
+            self.advice.once("iterator", self.feed.about_iterator)
         # Check this before spending time on an evaluation and another epoch with different weights on ranks.
         self.gradients.check_same_weights()
         self.recorder.between_steps(loop.global_step)
@@ -581,9 +580,8 @@ class Training(Run):
             self.evaluate(loop.validation_loader, "validation_loader", "validation", losses_into_history=True)
         self.epoch_finished = True
         self._call_in_turn("on_epoch_end")
-        if self._finished_epochs == 0:
+        if len(self.clock.epochs) == 1:
             self.changed_beside()
-        self._finished_epochs += 1
         if self.display.enabled:
             self.display.row(loop.history.row(loop.epoch), self.clock.epochs[-1])
         # Increase it only now: hooks and logs at the end of the epoch still count for that epoch.
