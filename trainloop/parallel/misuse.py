@@ -445,14 +445,15 @@ class SetAttributes:
             part = self._modules.get(path)
             own = [getattr(parts[path], "__dict__", {}) for parts in self._replicas]
             for name, first in own[0].items() if part is not None else ():
-                old = before.get(name, _MISSING)
+                old = before.get(name, getattr(type(part), name, _MISSING))  # a class may have its first value
                 was_value = old is None or isinstance(old, (Tensor, int, float))  # a sum may begin with 0
                 if first is old or not (_is_plain(first) or (isinstance(first, Tensor) and was_value)):
                     continue
                 same = all(_same(other.get(name), first) for other in own[1:])
                 if same and not _counts_samples(old, first, before.get("_log_batch_size", 1)):
                     vars(part)[name] = first
-                elif _is_state(first) and (old is None or _is_state(old)):
+                elif (old is None or _is_state(old)) and (_is_state(first) or isinstance(old, (int, float))):
+                    # A sum of losses may have their graph; begun as a number, it is no cache of this forward's output.
                     lost.append(f"{path}.{name}" if path else name)
         return lost + self._keep_containers()
 

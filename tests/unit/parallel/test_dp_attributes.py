@@ -146,6 +146,15 @@ class SumsLosses(Net):
         return loss
 
 
+class SumsLossesWithTheirGraph(Net):
+    total: Any = 0.0
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        loss = super().get_loss(batch_data, criterion, device)
+        self.total = self.total + loss
+        return loss
+
+
 class Yields(Net):
     """Yields two losses for each batch, each of which is followed by a step; the loss counts 2 calls for each batch."""
 
@@ -222,6 +231,7 @@ def test_a_buffer_of_a_criterion_that_depends_on_the_samples_is_an_error() -> No
         (Averages, "get_loss_eval changes mean,"),
         (KeepsFeatures, "get_loss changes features,"),
         (SumsLosses, "get_loss changes total,"),
+        (SumsLossesWithTheirGraph, "get_loss changes total,"),
     ],
 )
 def test_what_is_computed_from_a_part_is_warned_of_once(model: Any, what: str) -> None:
