@@ -447,6 +447,31 @@ def test_a_finished_run_names_what_it_lacks(tmp_path: Path) -> None:
     assert [one[:59] for one in found] == ["the checkpoint does not contain changes.best, changes.rates"]
 
 
+class Meter(AbstractCallback):
+    """The losses of an epoch, and of all."""
+
+    def __init__(self) -> None:
+        super().__init__("meter")
+        self.losses: list[float] = []
+        self.count = 0
+
+    def on_epoch_begin(self) -> None:
+        self.losses = []
+
+    def on_batch_end(self) -> None:
+        self.losses.append(float(self.train_loop_obj.last_loss))
+        self.count += 1
+
+
+@pytest.mark.parametrize("step, names", [(9, "meter.losses, meter.count"), (14, "meter.count")])
+def test_what_each_epoch_begins_anew_is_lost_only_within_an_epoch(tmp_path: Path, step: int, names: str) -> None:
+    make_loop(validation=False).fit(num_epochs=2, callbacks=[Meter(), saved(tmp_path)])
+    resumed: Any = {"callbacks": [Meter(), saved(tmp_path / "new")], "resume_from": path_of(tmp_path, step)}
+    found = warnings_of(lambda: make_loop(validation=False).fit(num_epochs=3, **resumed))
+    named = [one.partition(" contain ")[2].partition(", which")[0] for one in found if one.startswith("the checkpoint")]
+    assert named == [names]
+
+
 # -- modules that create what they load --------------------------------------------------------------------------------
 
 

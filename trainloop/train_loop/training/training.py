@@ -142,6 +142,8 @@ class Training(Run):
         self._held: dict[str, Any] | None = None  # what a checkpoint of the last finished step needs
         self._cut: dict[str, Any] | None = None  # position in the epoch in which the previous fit ended
         self._beside: Beside | None = None  # at the beginning of the first epoch
+        self._renewed: set[str] = set()  # of these attributes, what each epoch begins anew, such as a meter
+        self._changed_first: dict[str, int] = {}  # by the first epoch
         self._saved: set[str] | None = None
         self._epoch_ended = False  # a callback has ended the epoch, before the checkpoint that this run resumes from
 
@@ -303,7 +305,16 @@ class Training(Run):
             return {}
         now = Beside(self.loop, self._saved)
         self.advice.once("beside", now.about(self._beside))
-        return now.changed_since(self._beside)
+        changed = now.changed_since(self._beside)
+        between = self.epoch_finished or not self.epoch_steps
+        return {path: shown for path, shown in changed.items() if not between or path not in self._renewed}
+
+    def _find_renewed(self) -> None:
+        """Find what the hooks at the beginning of an epoch have set back: a resumed epoch begins with it, too."""
+        changed, self._changed_first = self._changed_first, {}
+        if changed and self._beside is not None:
+            now = Beside(self.loop, self._saved).changed_since(self._beside)
+            self._renewed = changed.keys() - now
 
     # -- what callbacks change ---------------------------------------------------------------------------------------
 
@@ -477,6 +488,7 @@ class Training(Run):
                 hook()
             if trains and not loop.model.training:
                 self.advice.eval_undone()
+            self._find_renewed()
         # This is after the hook, in which callbacks may change everything, and before the first forward.
         self.take_data(loop.epoch)
         settings = self._agreed_settings() if self.parallel else {}
@@ -581,7 +593,7 @@ class Training(Run):
         self.epoch_finished = True
         self._call_in_turn("on_epoch_end")
         if len(self.clock.epochs) == 1:
-            self.changed_beside()
+            self._changed_first = self.changed_beside()
         if self.display.enabled:
             self.display.row(loop.history.row(loop.epoch), self.clock.epochs[-1])
         # Increase it only now: hooks and logs at the end of the epoch still count for that epoch.
