@@ -93,7 +93,6 @@ class LoopState:
         self.progress = Progress()
         self.callbacks: list[AbstractCallback] = []
         """Callbacks of the last ``fit``, including those that the loop's class adds."""
-        """Service through which callbacks exchange messages."""
         self.history = History()
         """Values of each metric, one per epoch, over all calls of ``fit``: ``loop.history["val_loss"]``."""
         self.end_requested: bool = False
@@ -125,7 +124,7 @@ class LoopState:
         self.resumed = False
         """True from ``on_train_begin`` on in a run that resumes from a checkpoint, also after a restart."""
         self.cut: dict[str, Any] | None = None
-        """Position within the last epoch, if the last ``fit`` ended in the middle of it; see ``state.noted_cut``."""
+        """Position within the last epoch, if the last ``fit`` ended in the middle of it; see ``cut_epochs.noted_cut``."""
         self.cut_marks: LoaderMarks | None = None
         """Marks of the training loader that :attr:`cut` belongs to; only in the process that calls ``fit``."""
         self.worker_marks: list[LoaderMarks] = []
