@@ -57,8 +57,11 @@ class Exchange:
             thread.start()
         for thread in threads:
             thread.join()
-        if errors:
-            raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+        try:
+            if errors:
+                raise next((one for one in errors if not isinstance(one, threading.BrokenBarrierError)), errors[0])
+        finally:
+            errors.clear()  # their frames, and this one, would hold each other, and a loader's workers
         return results
 
 

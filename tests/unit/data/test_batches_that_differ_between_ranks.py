@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -48,9 +49,10 @@ def ids_of_ranks(make: Any, evaluation: bool) -> list[list[int]]:
     def of_rank(rank: int) -> list[Tensor]:
         args: Any = {"rank": rank, "world_size": 2, "seed": SEED, "exchange_ints": exchange.of_rank(rank)}
         if evaluation:
-            return [batch[1] for _, batch, _ in EvalFeed(make(rank), name="loader", **args).batches()]
-        feed = TrainFeed(make(rank), name="loader", **args)
-        return [batch[1] for step in feed.steps(1) for batch in step.batches]
+            with closing(EvalFeed(make(rank), name="loader", **args)) as rows:
+                return [batch[1] for _, batch, _ in rows.batches()]
+        with closing(TrainFeed(make(rank), name="loader", **args)) as feed:
+            return [batch[1] for step in feed.steps(1) for batch in step.batches]
 
     return [torch.cat(ids).tolist() for ids in exchange.run([lambda: of_rank(0), lambda: of_rank(1)])]
 
