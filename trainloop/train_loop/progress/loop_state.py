@@ -124,7 +124,7 @@ class LoopState:
         self.resumed = False
         """True from ``on_train_begin`` on in a run that resumes from a checkpoint, also after a restart."""
         self.cut: dict[str, Any] | None = None
-        """Position within the last epoch, if the last ``fit`` ended in the middle of it; see ``cut_epochs.noted_cut``."""
+        """Position within the last epoch, if the last ``fit`` ended in the middle of it; see ``noted_cut``."""
         self.cut_marks: LoaderMarks | None = None
         """Marks of the training loader that :attr:`cut` belongs to; only in the process that calls ``fit``."""
         self.worker_marks: list[LoaderMarks] = []

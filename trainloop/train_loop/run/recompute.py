@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
@@ -83,6 +82,8 @@ def recomputing(model: nn.Module, choice: Any) -> Iterator[None]:
 
 
 def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]:
+    from torch.utils.checkpoint import checkpoint  # torch 2.6 imports sympy here (0.2 s)
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = partial(cls.forward, self)
         # Without gradients, there is no backward that would need activations.
