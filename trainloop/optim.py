@@ -545,10 +545,13 @@ def trained_modules(model: nn.Module, criterion: Any) -> list[nn.Module]:
     return [model, *criterion_modules(criterion)]
 
 
-def named_trained_parameters(model: nn.Module, criterion: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(name, parameter)`` for all parameters that a loop trains, each once: the model's, then the criterion's.
+def named_trained_parameters(
+    model: nn.Module, criterion: Any, optimizer: Optimizer | MultiOptimizer | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``(name, parameter)`` for all parameters that a loop trains, each once.
 
-    The names of a criterion's parameters begin with ``criterion.``
+    First the model's, then the criterion's, whose names begin with ``criterion.``, then those that only the optimizer
+    has, such as an unknown of an equation beside the network.
     """
     seen: set[int] = set()
     prefix = ""
@@ -558,6 +561,11 @@ def named_trained_parameters(model: nn.Module, criterion: Any) -> Iterator[tuple
                 seen.add(id(parameter))
                 yield prefix + name, parameter
         prefix = "criterion."
+    stepped = [tensor for one in optimizers_of(optimizer) for tensor in parameters_of(one)]
+    for i, tensor in enumerate(stepped):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield f"parameter {i} of the optimizer", tensor
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -565,9 +573,11 @@ def own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for _, parameter in module.named_parameters()]
 
 
-def trained_parameters(model: nn.Module, criterion: Any) -> list[Tensor]:
-    """Return all parameters that a loop trains: the model's, then the criterion's."""
-    return [parameter for _, parameter in named_trained_parameters(model, criterion)]
+def trained_parameters(
+    model: nn.Module, criterion: Any, optimizer: Optimizer | MultiOptimizer | None = None
+) -> list[Tensor]:
+    """Return all parameters that a loop trains, in the order of :func:`named_trained_parameters`."""
+    return [parameter for _, parameter in named_trained_parameters(model, criterion, optimizer)]
 
 
 def explain_sparse(model: nn.Module, criterion: Any, what: str) -> None:

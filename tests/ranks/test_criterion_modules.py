@@ -1,4 +1,7 @@
-"""A criterion that is a module: its mode in evaluation, its buffers, clipping and the best checkpoint, in all modes."""
+"""A criterion that is a module: its mode in evaluation, its buffers, clipping and the best checkpoint, in all modes.
+
+Also parameters that neither the model nor the criterion has, but only the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -95,6 +98,44 @@ def test_an_optimizer_of_the_criterion_only_is_an_error() -> None:
         loop_of(Net(), criterion := Margin(), optim.SGD(criterion.parameters(), lr=0.05))
 
 
+class Unknown(Net):
+    """A network and an unknown factor beside it, which is in a list, so that it is not a parameter of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = [nn.Parameter(torch.ones(3, dtype=D))]
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        units = (x[:, 0] > 0).sum() + 1  # the loss's own divisor, so that gradients are scaled after backward
+        return (self(x) * self.beside[0] - y).square().sum() / units, units
+
+
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp", "fsdp"])
+def test_a_parameter_that_only_the_optimizer_has_is_trained_by_all_samples(mode: str) -> None:
+    ours, theirs = Unknown(), Unknown()
+    sgd = optim.SGD([*theirs.parameters(), *theirs.beside], lr=0.01)
+    for start in (0, 12):
+        sgd.zero_grad()
+        theirs.get_loss([t[start : start + 12] for t in data().tensors], None, torch.device("cpu"))[0].backward()
+        # 1 for each micro-batch, rank and replica that has been added to the number of units
+        parts, units = (4 if mode != "single" else 2), (data().tensors[0][start : start + 12, 0] > 0).sum()
+        for p in (*theirs.parameters(), *theirs.beside):
+            p.grad.mul_((units + 1) / (units + parts))  # type: ignore[union-attr]
+        sgd.step()
+    loop = loop_of(ours, None, optim.SGD([*ours.parameters(), *ours.beside], lr=0.01), mode)
+    loop.fit(1, grad_accumulation=2)
+    for one, other in zip([*ours.parameters(), *ours.beside], [*theirs.parameters(), *theirs.beside], strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=1e-8)
+
+
+def test_a_warning_says_that_checkpoints_lack_a_parameter_that_only_the_optimizer_has(tmp_path: Path) -> None:
+    model = Unknown()
+    sgd = optim.SGD([*model.parameters(), *model.beside], lr=0.01)
+    with pytest.warns(UserWarning, match="the training changes .*parameter 2 of the optimizer"):
+        loop_of(model, None, sgd).fit(1, callbacks=[ModelCheckpoint(tmp_path)])
+
+
 class Centres(nn.Module):
     """Follows the mean of the outputs, which differs between ranks."""
 
@@ -118,7 +159,7 @@ def test_changes_that_differ_between_ranks_are_reported(mode: str, capfd: pytest
     model = Net()
     loop_of(model, Centres("buffer"), optim.SGD(model.parameters(), lr=0.05), mode).fit(1)
     assert capfd.readouterr().err.count("get_loss has changed criterion.centre differently on each rank") == 1
-    with pytest.raises(WorkerFailedError, match="the ranks' weights differ: criterion parameter 0 differs"):
+    with pytest.raises(WorkerFailedError, match=r"the ranks' weights differ: criterion\.centre differs"):
         loop_of(model, Centres("parameter"), optim.SGD(model.parameters(), lr=0.05), mode).fit(1)
 
 

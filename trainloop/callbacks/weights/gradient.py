@@ -45,20 +45,20 @@ class GradientCallbackBase(AbstractCallback):
         super().__init__(callback_name, execution_order=execution_order)
 
     def parameters(self, optimizer_idx: int = 0) -> list[Tensor]:
-        """Return the parameters of the model and the criterion or, with several optimizers, of the given optimizer."""
+        """Return the parameters of the model, the criterion and the optimizer; with several, of the given optimizer."""
         loop = self.train_loop_obj
         if isinstance(loop.optimizer, MultiOptimizer):
             return parameters_of(loop.optimizer[optimizer_idx])
-        return trained_parameters(loop.model, loop.criterion)
+        return trained_parameters(loop.model, loop.criterion, loop.optimizer)
 
     def named_parameters(self, optimizer_idx: int = 0) -> list[tuple[str, Tensor]]:
-        """Return ``(name, parameter)`` for each of the :meth:`parameters` that the model or the criterion contains.
+        """Return ``(name, parameter)`` for each of the :meth:`parameters`.
 
         Names of the criterion's parameters begin with ``criterion.``
         """
         loop = self.train_loop_obj
         chosen = {id(parameter) for parameter in self.parameters(optimizer_idx)}
-        named = named_trained_parameters(loop.model, loop.criterion)
+        named = named_trained_parameters(loop.model, loop.criterion, loop.optimizer)
         return [(name, parameter) for name, parameter in named if id(parameter) in chosen]
 
 

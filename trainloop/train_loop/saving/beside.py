@@ -22,7 +22,7 @@ from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.loader.loaders import is_stream
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import as_generator, generators_of, has_state
-from trainloop.optim import criterion_modules, optimizers_of
+from trainloop.optim import criterion_modules, named_trained_parameters, optimizers_of, trained_parameters
 from trainloop.parallel.shards import bit_sums
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.saving.script_values import script_values
@@ -118,6 +118,10 @@ class Beside:
             if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
                 name = "optimizer" if len(optimizers) == 1 else f"optimizer {i}"
                 self._add_attributes(name, optimizer, without=_OF_OPTIMIZERS)
+        of_modules = {id(p) for p in trained_parameters(loop.model, loop.criterion)}
+        for name, p in named_trained_parameters(loop.model, loop.criterion, loop.optimizer):
+            if id(p) not in of_modules:
+                self._add(name, p.detach(), tuple(p.shape))
         for callback in loop.callbacks:
             if type(callback).state_dict is AbstractCallback.state_dict and not callback.uses_hook("rank_state_dict"):
                 self._add_attributes(callback.callback_name, callback, without=_OF_CALLBACKS, of_callback=True)

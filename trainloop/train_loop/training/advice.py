@@ -68,7 +68,8 @@ class Advice:
                 f"{'are' if len(names) > 1 else 'is'} in no optimizer, so training does not change them. Create the "
                 "optimizer after the last change of the model, or freeze them with requires_grad_(False).",
             )
-        hooked = hooked_parameters(named_trained_parameters(loop.model, loop.criterion)) if averages else []
+        named = named_trained_parameters(loop.model, loop.criterion, loop.optimizer)
+        hooked = hooked_parameters(named) if averages else []
         if hooked:
             self.once(
                 "hooks",

@@ -70,7 +70,7 @@ class Gradients:
     parameters : list of Tensor
         Parameters of the model.
     learned : list of Tensor
-        Parameters of the model and the criterion.
+        Parameters of the model and the criterion, and others of the optimizer.
     trained : TrainedParameters or None
         Detects parameters that are frozen or unfrozen; ``None`` in modes without ranks.
     ranks : int
@@ -92,7 +92,9 @@ class Gradients:
         self.take_rules()
         self._take_optimizers()
         self.trained = (
-            TrainedParameters(loop.model, lambda: loop.criterion, loop.timeout) if has_ranks(loop.gpu_mode) else None
+            TrainedParameters(loop.model, lambda: (loop.criterion, loop.optimizer), loop.timeout)
+            if has_ranks(loop.gpu_mode)
+            else None
         )
         self._take_parameters()
         if place.collective:  # until the second step: in the first step, a copy of a network still equals the original
@@ -116,8 +118,8 @@ class Gradients:
     def _take_parameters(self) -> None:
         loop = self._run.loop
         self.parameters: list[Tensor] = [*own_parameters(loop.model)]
-        # A criterion may have parameters, too (a margin, class weights); no wrapper contains them.
-        self.learned: list[Tensor] = trained_parameters(loop.model, loop.criterion)
+        # A criterion may have parameters, too (a margin, class weights), and an optimizer; no wrapper contains them.
+        self.learned: list[Tensor] = trained_parameters(loop.model, loop.criterion, loop.optimizer)
         self._beside: set[int] = set()
         has_buffers = next(loop.model.buffers(), None) is not None
         self._shares_buffers = self._place.collective and self.ranks > 1 and has_buffers

@@ -45,19 +45,19 @@ class TrainedParameters:
     Parameters
     ----------
     model : nn.Module
-    criterion : callable
-        Returns the current criterion. A criterion's own parameters are outside of DDP; this class averages their
-        gradients.
+    beside : callable
+        Returns the current criterion and optimizer. Their own parameters, which the model does not have, are outside of
+        DDP; this class averages their gradients.
     timeout_s : float
         Timeout of the run, in seconds.
     """
 
-    def __init__(self, model: nn.Module, criterion: Callable[[], Any], timeout_s: float) -> None:
+    def __init__(self, model: nn.Module, beside: Callable[[], tuple[Any, Any]], timeout_s: float) -> None:
         self._model = model
-        self._criterion = criterion
+        self._now_beside = beside
         self._patience_s = min(_RENDEZVOUS_S, timeout_s / 2)
-        self._beside: list[Any] = []
-        self._known_criterion: Any = None
+        self._beside: dict[str, Tensor] = {}
+        self._known_criterion: Any = self  # none yet
         self.note()
 
     def note(self) -> None:
@@ -66,12 +66,12 @@ class TrainedParameters:
         self._parameters = list(self._named.values())
         self._kinds = _kinds_of(self._parameters)
         self._frozen = [p for p in self._parameters if not p.requires_grad]
-        criterion = self._criterion()
+        criterion, optimizer = self._now_beside()
         other, self._known_criterion = criterion is not self._known_criterion, criterion
-        self._beside, buffers = _own_tensors(criterion, self._model)
+        self._beside, buffers = _own_tensors(criterion, optimizer, self._model)
         if other and distributed.get_world_size() > 1:
             # DDP's constructor does the same with the model's parameters.
-            copy_from_first([*self._beside, *buffers])
+            copy_from_first([*self._beside.values(), *buffers])
 
     def changed(self, *, everything: bool = False) -> bool:
         """Return True if a parameter was frozen, unfrozen or reshaped since :meth:`note`; called before each step.
@@ -83,12 +83,12 @@ class TrainedParameters:
         return everything and not self._are_same()
 
     def _are_same(self) -> bool:
-        criterion = self._criterion()
-        beside, buffers = _own_tensors(criterion, self._model)
+        criterion, optimizer = self._now_beside()
+        beside, buffers = _own_tensors(criterion, optimizer, self._model)
         if criterion is not self._known_criterion and (beside or buffers):
             return False
-        now = [*own_parameters(self._model), *beside]
-        before = [*self._parameters, *self._beside]
+        now = [*own_parameters(self._model), *beside.values()]
+        before = [*self._parameters, *self._beside.values()]
         return len(now) == len(before) and all(map(operator.is_, now, before))
 
     def agree(self, settings: int) -> tuple[bool, bool]:
@@ -149,12 +149,12 @@ class TrainedParameters:
             _raise_unequal(everyone)
 
     def reduce_beside(self) -> None:
-        """Average the gradients that DDP doesn't average: of the criterion, and of parameters unfrozen in this step."""
+        """Average the gradients that DDP doesn't: of parameters outside of the model, or unfrozen in this step."""
         late = [p for p in self._frozen if p.grad is not None]
         if late:
             self.meet()
         if late or self._beside:
-            reduce_gradients([*self._beside, *late])
+            reduce_gradients([*self._beside.values(), *late])
 
     def check_same_weights(
         self,
@@ -179,20 +179,20 @@ class TrainedParameters:
         in_ddp = isinstance(wrapper, TTDistributedDataParallel)
         if in_ddp and comm_hooks_of(wrapper):
             return
-        named = {}
+        named: dict[str, Tensor] = {}
         if in_ddp:
             named = {
                 name: p
                 for name, p in self._model.named_parameters()
                 if name not in wrapper.parameters_to_ignore and type(p) is nn.Parameter
             }
-        named.update((f"criterion parameter {i}", p) for i, p in enumerate(self._beside))
+        named.update(self._beside)
         # Sums of bits, not of values: NaN is equal to itself, and no rounding hides a difference.
         sums = bit_sums(list(named.values()))
         shares_buffers = buffers_too and (not in_ddp or wrapper.broadcast_buffers)
         buffers = {**_changing_buffers(self._model), **self._buffers_beside()} if shares_buffers else {}
         settings = _settings_of(optimizers)
-        of_callbacks = _of_callbacks(callbacks, {id(p) for p in (*own_parameters(self._model), *self._beside)})
+        of_callbacks = _of_callbacks(callbacks, {id(p) for p in (*own_parameters(self._model), *self._beside.values())})
         if not named and not buffers and not settings and not of_callbacks:
             return
         of_buffers, in_callbacks = bit_sums(list(buffers.values())), bit_sums(list(of_callbacks.values()))
@@ -231,7 +231,7 @@ class TrainedParameters:
         of_model = {id(buffer) for buffer in self._model.buffers()}
         return {
             f"criterion.{name}": buffer
-            for module in criterion_modules(self._criterion())
+            for module in criterion_modules(self._now_beside()[0])
             for name, buffer in _changing_buffers(module).items()
             if id(buffer) not in of_model
         }
@@ -307,14 +307,12 @@ def _kinds_of(parameters: Sequence[nn.Parameter]) -> list[tuple[Any, ...]]:
     return [(p.requires_grad, p.dtype, p.shape) for p in parameters]
 
 
-def _own_tensors(criterion: Any, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters and the buffers of a criterion, except for those of the model, which it may hold."""
-    modules = criterion_modules(criterion)
-    if not modules:
-        return [], []
+def _own_tensors(criterion: Any, optimizer: Any, model: nn.Module) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return a criterion's and an optimizer's parameters, by name, and a criterion's buffers: all but the model's."""
     of_model = {id(tensor) for tensor in (*own_parameters(model), *model.buffers())}
-    parameters = [p for _, p in named_trained_parameters(model, criterion) if id(p) not in of_model]
-    return parameters, [b for module in modules for b in module.buffers() if id(b) not in of_model]
+    named = named_trained_parameters(model, criterion, optimizer)
+    buffers = [buffer for module in criterion_modules(criterion) for buffer in module.buffers()]
+    return {name: p for name, p in named if id(p) not in of_model}, [b for b in buffers if id(b) not in of_model]
 
 
 def _settings_of(optimizers: Sequence[Any]) -> list[str]:
