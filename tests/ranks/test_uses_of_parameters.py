@@ -15,12 +15,14 @@ from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TT
 from trainloop.distributed import all_gather, all_reduce
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.parallel import TTDataParallel
+from trainloop.parallel.misuse import explain_sharded
 
 D = torch.float64
 NAMES = {
     "functional_call": "functional_call can't replace",
     "inner loop": "a gradient is requested for a.0.weight, of which this rank has a shard",
     "penalty, then a forward": "gradient penalty",
+    "no forward": "a parameter was used outside of the forward of its block",
 }
 OWN_BACKWARD = "get_loss changes the gradients of parameters"
 
@@ -58,6 +60,8 @@ class Net(TTModel):
             out = self(leaf)
             (g,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
             return mse(self(x) if "forward" in self.use else out, y) + g.square().sum(1).mean()
+        if self.use == "no forward":
+            return torch.stack([p.square().sum() for p in self.parameters()]).sum()
         if self.use == "adversarial":
             (g,) = torch.autograd.grad(self(leaf).sum(), leaf)
             return mse(self(x + 0.1 * g.sign()), y)
@@ -110,6 +114,7 @@ USES = [
     "inner loop",
     "penalty",
     "penalty, then a forward",
+    "no forward",
     "adversarial",
     "several forwards",
     "sampling",
@@ -135,6 +140,14 @@ def test_equal_numbers_or_an_error(use: str, mode: str) -> None:
     (ours, losses), (theirs, their_losses) = trained(Net(use), mode), trained(Net(use), "single")
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     assert losses == pytest.approx(their_losses, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "text", ["setStorage: ... storage of size 0", "a non-zero number of elements, but its data is not allocated yet"]
+)
+def test_each_text_of_torch_for_freed_parameters_is_explained(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="gradient penalty"):
+        explain_sharded(RuntimeError(text))
 
 
 class Contrastive(Net):

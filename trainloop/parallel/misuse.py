@@ -36,6 +36,7 @@ __all__ = [
     "refuse_gradients_of_shards",
     "refuse_other_parameters",
     "refuse_shards_in_functions",
+    "used_outside_of_forward",
 ]
 
 
@@ -54,17 +55,22 @@ def is_of_shards(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_SHARDS)
 
 
+def used_outside_of_forward(fact: str) -> ConfigurationError:
+    """Return an error for a sharded parameter that was not gathered where it was used."""
+    return ConfigurationError(
+        "gpu_mode='fsdp': a parameter was used outside of the forward of its block (the module that is sharded as one "
+        "unit), where it is a DTensor with one rank's shard. Use it in the block's forward (which does not run if you "
+        "call only a submodule), use weight_decay for a penalty over self.parameters(), choose larger blocks with "
+        f"fsdp_model_args={{'shard': ...}}, or use gpu_mode='ddp'. {fact}"
+    )
+
+
 def explain_sharded(error: RuntimeError) -> None:
     """Raise an explanation if sharded parameters caused this torch error; return if the error has another cause."""
     text = str(error)
     if "mixed torch.Tensor and DTensor" in text or "sharding strategy" in text:
-        raise ConfigurationError(
-            "gpu_mode='fsdp': a parameter was used outside of the forward of its block (the module that is sharded as "
-            "one unit), where it is a DTensor with one rank's shard. Use it in the block's forward (which does not run "
-            "if you call only a submodule), use weight_decay for a penalty over self.parameters(), choose larger "
-            f"blocks with fsdp_model_args={{'shard': ...}}, or use gpu_mode='ddp'. torch says: {text}"
-        ) from error
-    if "setStorage" in text and "storage of size 0" in text:
+        raise used_outside_of_forward(f"torch says: {text}") from error
+    if ("setStorage" in text and "storage of size 0" in text) or "its data is not allocated yet" in text:
         raise ConfigurationError(
             "gpu_mode='fsdp': backward needs a module's gathered parameters again after they were freed. The usual "
             "cause is a gradient penalty (torch.autograd.grad(..., create_graph=True)) before another forward pass of "

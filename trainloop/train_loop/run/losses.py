@@ -19,7 +19,8 @@ from trainloop._support.reduction import divisor_of
 from trainloop.data.batch.batches import note_batch
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
-from trainloop.parallel.misuse import explain_sharded
+from trainloop.parallel.misuse import explain_sharded, used_outside_of_forward
+from trainloop.parallel.shards import is_sharded
 
 __all__ = [
     "BatchLoss",
@@ -163,11 +164,13 @@ _NEEDS_GRADIENTS = (
 
 
 def refuse_constant(loss: Any) -> None:
-    """Raise an error for a loss that depends on no parameter, such as ``torch.zeros((), requires_grad=True)``.
+    """Raise an error for a loss of ``fsdp`` that depends on no gathered parameter: a constant, or one of shards.
 
-    Called in ``fsdp``, where backward of such a loss exchanges nothing: the other ranks would wait for this one.
+    Backward of such a loss exchanges nothing: the other ranks would wait for this one.
     """
     parts = loss.values() if isinstance(loss, MultiLoss) else (loss,)
+    if any(is_sharded(part) for part in parts):
+        raise used_outside_of_forward("get_loss returned a loss that is a DTensor.")
     if all(part.requires_grad and part.grad_fn is None for part in parts):
         raise ConfigurationError(
             "gpu_mode='fsdp': get_loss returned a loss that does not depend on the model's parameters. The other ranks "
