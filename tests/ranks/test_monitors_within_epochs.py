@@ -85,6 +85,20 @@ def test_plateaus_within_an_epoch() -> None:
         LRScheduler(ReduceLROnPlateau, "step", "step_val_loss")
 
 
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+def test_stopping_and_plateaus_judge_the_newest_value_of_a_metric_of_every_step(mode: str) -> None:
+    loop = make_loop(accelerator="cpu", **dict(modes())[mode])
+    rate = loop.optimizer.param_groups[0]["lr"]
+    plateau = LRScheduler(
+        ReduceLROnPlateau, "step", "accuracy", frequency=3, mode="max", patience=0, threshold=2.0, factor=0.5
+    )
+    stop = EarlyStopping("accuracy", min_delta=2.0, patience=2, every_n_steps=3)  # no accuracy is better by 2
+    loop.fit(num_iterations=40, callbacks=[plateau, stop])
+    assert loop.global_step == 9
+    assert stop.best == loop.history.steps("accuracy")[2]
+    assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(rate / 4)
+
+
 LATE = STEPS_PER_EPOCH + 3
 
 

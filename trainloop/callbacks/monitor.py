@@ -172,18 +172,18 @@ class Monitor:
         self._seen = len(values)
         return float(values[-1])
 
-    def newest_within(self, loop: Any, *, shared: bool = False) -> float | None:
-        """Return the newest value of a metric that is recorded at some steps of an epoch; ``None`` for other metrics.
+    def newest_within(self, loop: Any, *, ranks: bool = False) -> float | None:
+        """Return the newest value of a metric that is recorded within epochs; ``None`` for other metrics. Collective.
 
-        A metric that every step logs, such as an accuracy in training, is judged by its mean over the epoch instead.
-        Collective, unless ``shared`` is True because the logs have just been exchanged.
+        With ``ranks``, for checkpoints, the logs have just been exchanged, and a metric that every step logs, such as
+        an accuracy in training, has no value: its mean over the epoch ranks the checkpoint.
         """
-        if not shared:
+        if not ranks:
             loop.running.share_logs()
         history, steps = loop.history, loop.history.step_indices(self.name)
         if steps:
             at_some_steps = len(steps) < steps[-1] - steps[0] + 1 or (len(steps) == 1 and steps[0] > 1)
-            return float(history.steps(self.name)[-1]) if at_some_steps else None
+            return float(history.steps(self.name)[-1]) if at_some_steps or not ranks else None
         epochs = history.epochs(self.name)
         return float(history[self.name][-1]) if epochs and epochs[-1] == loop.history_epoch else None
 

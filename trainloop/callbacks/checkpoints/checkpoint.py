@@ -420,7 +420,7 @@ class ModelCheckpoint(Saver):
     def _value_within(self) -> float | None:
         """Return the metric's newest value if it is logged within epochs. All logs have been exchanged before."""
         within = self.every_n_steps is not None or self.every_n_minutes is not None
-        return self._metric.newest_within(self.train_loop_obj, shared=True) if within and self._metric else None
+        return self._metric.newest_within(self.train_loop_obj, ranks=True) if within and self._metric else None
 
     # -- writing -------------------------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         When to step. Default: ``'epoch'``, as in most torch examples. ``OneCycleLR`` and warm-up need ``'step'``.
     monitor : str, optional
         Metric for ``ReduceLROnPlateau``. Default: ``'val_loss'``. With ``interval='step'``, a metric that is logged
-        within epochs, such as a validation every ``frequency`` steps.
+        within epochs, such as ``'loss'`` or a validation every ``frequency`` steps; its newest value counts.
     optimizer_idx : int or Optimizer, optional
         The optimizer of a :class:`trainloop.MultiOptimizer` to schedule. Required for a ``MultiOptimizer``, unless
         ``scheduler`` is a scheduler object.
@@ -286,8 +286,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if self.interval == "step" and (self.monitor is None or self.frequency == 1):
             raise ConfigurationError(
                 "LRScheduler: ReduceLROnPlateau needs a metric, and most metrics are known only once per epoch. Use "
-                "interval='epoch', or pass a monitor that is logged within epochs, and frequency=n to read it after "
-                "every n-th step."
+                "interval='epoch', or pass a monitor that is logged within epochs, and frequency=n, above 1, to read it "
+                "after every n-th step."
             )
 
     def _optimizer(self) -> Optimizer:
