@@ -260,6 +260,15 @@ def test_a_rank_that_a_signal_ends_is_named(each_start_method: str) -> None:
     assert (caught.value.rank, caught.value.exitcode) == (1, -signal.SIGSEGV)
 
 
+def names_in_a_set() -> list[str]:
+    return list({f"class {i}" for i in range(20)})
+
+
+def test_all_ranks_iterate_over_sets_of_strings_in_one_order(each_start_method: str, tmp_path: Path) -> None:
+    first, second = (run_ranks(names_in_a_set, 2, folder=tmp_path) for _ in range(2))
+    assert first[0] == first[1] == second[0] == second[1]
+
+
 ORPHANS = """
 import multiprocessing, os, sys, time
 from trainloop._launch import launch

@@ -154,7 +154,8 @@ def begin_server(modules: Sequence[str]) -> None:
                 )
             order["environment"] = {name: os.environ.get(name) for name in changed}
             # Under ``python -m pdb``, __main__ has no __spec__, which multiprocessing reads.
-            with _variables_set({**changed, SERVER_VARIABLE: json.dumps(order)}), _main_not_imported_again():
+            added = {**changed, **_hash_seed(), SERVER_VARIABLE: json.dumps(order)}
+            with _variables_set(added), _main_not_imported_again():
                 forkserver.ensure_running()
     except OSError as error:  # ChildProcessError: this process is a fork of the one that owns the server
         raise NoServerError(f"the server can't be started ({error})") from error
@@ -212,6 +213,14 @@ class _End:
         return os._exit, (0,)
 
 
+def _hash_seed() -> dict[str, str]:
+    """Return the variable by which all processes, also of a resumed run, iterate over sets of strings in one order.
+
+    Otherwise ranks would give the classes in a set of names different numbers.
+    """
+    return {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+
+
 def _wait_for_server() -> None:
     """Wait until the server has imported its modules and can fork: ``Process.start`` would wait with locks held."""
     answer, orders = forkserver.connect_to_new_process([])
@@ -230,7 +239,7 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
     if sys.platform == "win32":
         raise NoServerError(_LINUX_ONLY)
     with _process_lock:
-        environment = {**os.environ, **changes}
+        environment = {**os.environ, **_hash_seed(), **changes}
     _wait_for_server()
     context = multiprocessing.get_context("forkserver")
     held = {*blocked_signals(), *map(int, signal_numbers())}
@@ -269,7 +278,7 @@ def spawned(calls: Sequence[Call], environment: Mapping[str, str] | None = None)
         resource_tracker.ensure_running()  # the tracker outlives these processes, so it must not get their environment
     processes: list[BaseProcess] = []
     blocked = signals_blocked(signal_numbers())  # a process unblocks them once it handles them
-    with _process_lock, _variables_set(environment or {}), blocked, _main_not_imported_again():
+    with _process_lock, _variables_set({**_hash_seed(), **(environment or {})}), blocked, _main_not_imported_again():
         try:
             for target, arguments in calls:
                 process = context.Process(target=target, args=arguments)

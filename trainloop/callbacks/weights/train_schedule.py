@@ -286,8 +286,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if self.interval == "step" and (self.monitor is None or self.frequency == 1):
             raise ConfigurationError(
                 "LRScheduler: ReduceLROnPlateau needs a metric, and most metrics are known only once per epoch. Use "
-                "interval='epoch', or pass a monitor that is logged within epochs, and frequency=n, above 1, to read it "
-                "after every n-th step."
+                "interval='epoch', or pass a monitor that is logged within epochs, and frequency=n, above 1, to read "
+                "it after every n-th step."
             )
 
     def _optimizer(self) -> Optimizer:
