@@ -1,4 +1,4 @@
-"""Buffers that get_loss changes: alike on all ranks as in one process, otherwise a warning names them."""
+"""Buffers that get_loss changes: alike on all ranks as in one process, or a warning or an error names them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTModel
+from trainloop import TrainLoop, TTBasicModel, TTModel
+from trainloop.errors import WorkerFailedError
 
 pytestmark = pytest.mark.long
 
@@ -64,3 +65,39 @@ def test_changes_that_are_alike_are_those_of_one_process(capfd: pytest.CaptureFi
     for mode in ("ddp", "fsdp"):
         torch.testing.assert_close(trained(True, mode, 2), whole)
     assert "get_loss has changed" not in capfd.readouterr().err
+
+
+class Spiking(TTBasicModel):
+    """Keeps a state with a row for each sample of the last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(3, 1)
+        self.register_buffer("state", torch.zeros(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = torch.tanh(self.body(x)).detach()
+        return self.body(x) + self.state
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")
+def test_a_buffer_with_another_shape_on_another_rank_is_an_error() -> None:
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+
+    def loss_in(mode: str, size: int, **kwargs: Any) -> list[float]:
+        model, ranks = Spiking(), {} if mode == "single" else {"accelerator": "cpu", "devices": 2}
+        loop = TrainLoop(
+            model, DataLoader(data, size), DataLoader(data, 5), None, optim.SGD(model.parameters(), 0.1),
+            nn.MSELoss(), gpu_mode=mode, progress_bar=False, **ranks,
+        )  # fmt: skip
+        loop.fit(2, **kwargs)  # ranks have evaluated batches of 5 and of 2 samples before the second epoch
+        return loop.history["loss"]
+
+    for mode in ("ddp", "fsdp"):
+        with pytest.raises(
+            WorkerFailedError, match=r"the buffer state has shape \(\d, 1\) on rank 0, but \(\d, 1\) on"
+        ):
+            loss_in(mode, 2)
+    assert loss_in("ddp", 2, ddp_model_args={"broadcast_buffers": False}) == pytest.approx(loss_in("single", 4))

@@ -141,7 +141,8 @@ class Gradients:
             if outdated:
                 self._take_parameters()
             return True
-        changed, alike = self.trained.agree(zlib.crc32(repr(settings).encode()))
+        shares = self._shares_buffers or bool(getattr(self._place.wrapper, "broadcast_buffers", False))
+        changed, alike = self.trained.agree(zlib.crc32(repr(settings).encode()), shares_buffers=shares)
         if changed:
             self._follow(self.trained)
         return alike

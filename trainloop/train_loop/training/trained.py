@@ -91,13 +91,15 @@ class TrainedParameters:
         before = [*self._parameters, *self._beside.values()]
         return len(now) == len(before) and all(map(operator.is_, now, before))
 
-    def agree(self, settings: int) -> tuple[bool, bool]:
+    def agree(self, settings: int, *, shares_buffers: bool = False) -> tuple[bool, bool]:
         """Check that all ranks train the same parameters. Collective, when an epoch begins.
 
         Parameters
         ----------
         settings : int
             Checksum of this rank's settings.
+        shares_buffers : bool
+            True if rank 0's buffers replace those of all ranks, so that their shapes must be equal.
 
         Returns
         -------
@@ -107,14 +109,18 @@ class TrainedParameters:
         Raises
         ------
         ConfigurationError
-            If a parameter trains only on some ranks; the message names it.
+            If a parameter trains only on some ranks, or a shared buffer has another shape; the message names it.
         """
         # Digests first: ranks exchange the names of thousands of parameters only if the digests differ.
         names = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        digests = distributed.exchange_ints([zlib.crc32("\n".join(names).encode()), settings])
-        if any(digest != digests[0][0] for digest, _ in digests):
+        buffers = dict(self._model.named_buffers()) if shares_buffers else {}
+        shapes = {name: tuple(b.shape) for name, b in buffers.items() if not nn.parameter.is_lazy(b)}
+        digests = distributed.exchange_ints([zlib.crc32(repr(one).encode()) for one in (names, shapes)] + [settings])
+        if any(digest != digests[0][0] for digest, *_ in digests):
             _raise_unequal(distributed.gather_object(names))
-        return self.changed(everything=True), all(theirs == settings for _, theirs in digests)
+        if any(digest != digests[0][1] for _, digest, _ in digests):
+            _raise_unequal_buffers(distributed.gather_object(shapes))
+        return self.changed(everything=True), all(theirs == settings for *_, theirs in digests)
 
     def meet(self) -> None:
         """Within an epoch, wait until the other ranks make the change that this rank has detected.
@@ -220,7 +226,8 @@ class TrainedParameters:
         raise ConfigurationError(
             f"the ranks' weights differ: {name} differs by up to {float(distance):.3g} between rank 0 and rank "
             f"{', '.join(map(str, odd))}. Either gradients were not averaged, or only some ranks changed their "
-            "weights. Compute losses in get_loss, and change parameters on every rank in the same way. An optimizer "
+            "weights. Compute losses in get_loss, and change parameters on every rank in the same way. If the first "
+            "forward pass initializes parameters, call the model once before fit. An optimizer "
             "that draws random numbers must draw the same on all ranks: keep a torch.Generator or random.Random with a "
             "fixed seed in it, and pass it to each draw; or, in a subclass, call super().step() within "
             "torch.random.fork_rng(), after torch.manual_seed(number of the step)."
@@ -356,6 +363,18 @@ def _raise_unequal(everyone: list[list[str]]) -> None:
                 "can be averaged only if all ranks train the same parameters, so freeze and unfreeze on every rank at "
                 "the same step."
             )
+
+
+def _raise_unequal_buffers(everyone: list[dict[str, tuple[int, ...]]]) -> None:
+    for rank, shapes in enumerate(everyone):
+        for name, shape in everyone[0].items():
+            if shapes.get(name, shape) != shape:
+                raise ConfigurationError(
+                    f"the buffer {name} has shape {shape} on rank 0, but {shapes[name]} on rank {rank}. Rank 0's "
+                    "buffers replace those of all ranks before each forward pass. Keep a state with one row per sample "
+                    "in a plain attribute, not in a buffer, reset it in a callback's on_epoch_begin, or (in ddp) pass "
+                    "ddp_model_args={'broadcast_buffers': False}."
+                )
 
 
 def not_optimized(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
