@@ -82,7 +82,7 @@ def test_plateaus_within_an_epoch() -> None:
     loop.fit(num_iterations=STEPS_PER_EPOCH + 2, callbacks=[Validates(), plateau])
     assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
     with pytest.raises(ConfigurationError, match="frequency=n"):
-        LRScheduler(ReduceLROnPlateau, "step", "step_val_loss")
+        LRScheduler(ReduceLROnPlateau, "step")
 
 
 @pytest.mark.parametrize("mode", ["single", "ddp"])
@@ -96,6 +96,27 @@ def test_stopping_and_plateaus_judge_the_newest_value_of_a_metric_of_every_step(
     loop.fit(num_iterations=40, callbacks=[plateau, stop])
     assert loop.global_step == 9
     assert stop.best == loop.history.steps("accuracy")[2]
+    assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(rate / 4)
+
+
+def test_a_value_counts_once_however_often_it_is_read() -> None:
+    loop = make_loop()
+    rate = loop.optimizer.param_groups[0]["lr"]
+    stop = EarlyStopping("step_val_loss", patience=2, every_n_steps=1)
+    plateau = LRScheduler(ReduceLROnPlateau, "step", "step_val_loss", patience=0, factor=0.5)
+    loop.fit(num_iterations=40, callbacks=[Validates(), plateau, stop])
+    assert loop.global_step == 8  # 2.6, then 3.6 and 3.0
+    assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(rate / 4)
+
+
+def test_a_metric_of_the_end_of_epochs_is_judged_there() -> None:
+    loop = make_loop()
+    rate = loop.optimizer.param_groups[0]["lr"]
+    stop = EarlyStopping("val_loss", min_delta=1e6, patience=2, every_n_steps=2)
+    never = {"threshold": 1e6, "threshold_mode": "abs", "patience": 0}
+    plateau = LRScheduler(ReduceLROnPlateau, "step", "val_loss", frequency=2, factor=0.5, **never)
+    loop.fit(9, callbacks=[plateau, stop])
+    assert loop.epoch == 3
     assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(rate / 4)
 
 

@@ -65,7 +65,9 @@ class EarlyStopping(_EndsByMetric):
         mode.
     every_n_steps : int, optional
         Decide after every n-th optimizer step instead of at the end of epochs, for a metric that is logged within
-        epochs, such as a validation every ``n`` steps. Ranks exchange their logs at these steps.
+        epochs, such as a validation every ``n`` steps, by its newest value. Each value counts once. A metric that is
+        known only at the end of epochs, such as ``'val_loss'``, is judged there. Ranks exchange their logs at these
+        steps.
 
     Attributes
     ----------
@@ -130,10 +132,9 @@ class EarlyStopping(_EndsByMetric):
 
     @logs_nothing
     def on_epoch_end(self) -> None:
-        within = self.every_n_steps is not None
-        value = self._metric.new_value(self.train_loop_obj, due=not within or self.judged_step > 0, within=within)
-        if not within:
-            self._judge(value)
+        loop, metric = self.train_loop_obj, self._metric
+        at_steps = self.every_n_steps is not None
+        self._judge(metric.left_for_epoch_end(loop, due=self.judged_step > 0) if at_steps else metric.new_value(loop))
 
     @logs_nothing
     def on_train_end(self) -> None:

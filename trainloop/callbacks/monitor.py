@@ -80,6 +80,8 @@ class Monitor:
                 f"{_mode_of(not by_name)!r} is right, rename the metric, or ignore this."
             )
         self._seen = 0
+        self._seen_step = -1  # the step of the newest value that was read within an epoch
+        self._seen_epoch = -1  # the epoch in which a value without a step was read
 
     @property
     def minimize(self) -> bool:
@@ -105,6 +107,7 @@ class Monitor:
         Called at registration. Only values that the loop records afterwards are new.
         """
         self._seen = len(loop.history.get(self.name, ()))
+        self._seen_step = max(loop.history.step_indices(self.name), default=-1)
         cut = getattr(loop, "cut", None)
         if cut is not None and cut["place"]["epoch"] in loop.history.epochs(self.name)[-1:]:
             self._seen -= 1  # this epoch continues, and gets another value in place of that one
@@ -172,20 +175,31 @@ class Monitor:
         self._seen = len(values)
         return float(values[-1])
 
-    def newest_within(self, loop: Any, *, ranks: bool = False) -> float | None:
-        """Return the newest value of a metric that is recorded within epochs; ``None`` for other metrics. Collective.
+    def left_for_epoch_end(self, loop: Any, *, due: bool) -> float | None:
+        """Like :meth:`new_value`, for a metric that is read at steps; ``None`` if it is recorded within epochs."""
+        value = self.new_value(loop, due=due, within=True)
+        was_within = loop.history.step_indices(self.name) or self._seen_epoch == loop.history_epoch
+        return None if was_within else value
 
-        With ``ranks``, for checkpoints, the logs have just been exchanged, and a metric that every step logs, such as
-        an accuracy in training, has no value: its mean over the epoch ranks the checkpoint.
+    def newest_within(self, loop: Any, *, ranks: bool = False) -> float | None:
+        """Return the newest value of a metric that is recorded within epochs, each once; else ``None``. Collective.
+
+        With ``ranks``, for checkpoints, the logs have just been exchanged, and a value may be returned again. A metric
+        that every step logs, such as an accuracy in training, then has no value: its mean over the epoch ranks the
+        checkpoint.
         """
         if not ranks:
             loop.running.share_logs()
         history, steps = loop.history, loop.history.step_indices(self.name)
         if steps:
             at_some_steps = len(steps) < steps[-1] - steps[0] + 1 or (len(steps) == 1 and steps[0] > 1)
-            return float(history.steps(self.name)[-1]) if at_some_steps or not ranks else None
+            is_new, self._seen_step = steps[-1] != self._seen_step, steps[-1]
+            return float(history.steps(self.name)[-1]) if (at_some_steps if ranks else is_new) else None
         epochs = history.epochs(self.name)
-        return float(history[self.name][-1]) if epochs and epochs[-1] == loop.history_epoch else None
+        if not epochs or epochs[-1] != loop.history_epoch:
+            return None
+        self._seen_epoch = epochs[-1]
+        return float(history[self.name][-1])
 
     def _appears_later(self, loop: Any) -> bool:
         every = loop.end_auto_eval
@@ -198,10 +212,12 @@ class Monitor:
         return value < best - min_delta if self.minimize else value > best + min_delta
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self._seen}
+        return {"seen": self._seen, "step": self._seen_step, "epoch": self._seen_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._seen = state["seen"]
+        self._seen_step = state.get("step", self._seen_step)  # older checkpoints lack it
+        self._seen_epoch = state.get("epoch", self._seen_epoch)
 
 
 def check_mode(mode: Any, owner: str) -> None:

@@ -94,7 +94,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         When to step. Default: ``'epoch'``, as in most torch examples. ``OneCycleLR`` and warm-up need ``'step'``.
     monitor : str, optional
         Metric for ``ReduceLROnPlateau``. Default: ``'val_loss'``. With ``interval='step'``, a metric that is logged
-        within epochs, such as ``'loss'`` or a validation every ``frequency`` steps; its newest value counts.
+        within epochs, such as ``'loss'`` or a validation every ``frequency`` steps; each newest value counts once.
     optimizer_idx : int or Optimizer, optional
         The optimizer of a :class:`trainloop.MultiOptimizer` to schedule. Required for a ``MultiOptimizer``, unless
         ``scheduler`` is a scheduler object.
@@ -114,7 +114,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     ------
     ConfigurationError
         At construction: for an unknown ``interval``, an optimizer among the arguments, a ``frequency`` below 1, or a
-        plateau scheduler with ``interval='step'`` and no ``monitor`` or ``frequency``. At ``fit``: if there is no
+        plateau scheduler with ``interval='step'`` and no ``monitor``. At ``fit``: if there is no
         optimizer, if ``optimizer_idx`` is missing or out of range, if the scheduler belongs to another optimizer, if it
         can't be created with the arguments, if its ``step`` needs arguments, or if the metric does not exist.
 
@@ -283,11 +283,11 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         )
 
     def _check_plateau(self) -> None:
-        if self.interval == "step" and (self.monitor is None or self.frequency == 1):
+        if self.interval == "step" and self.monitor is None:
             raise ConfigurationError(
                 "LRScheduler: ReduceLROnPlateau needs a metric, and most metrics are known only once per epoch. Use "
-                "interval='epoch', or pass a monitor that is logged within epochs, and frequency=n, above 1, to read "
-                "it after every n-th step."
+                "interval='epoch', or pass a monitor that is logged within epochs, such as 'loss', and frequency=n to "
+                "read it after every n-th step."
             )
 
     def _optimizer(self) -> Optimizer:
@@ -357,18 +357,16 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 
     @logs_nothing
     def on_epoch_end(self) -> None:
-        if self.interval == "step" and self._metric is not None:
-            self._metric.new_value(
-                self.train_loop_obj, due=self._judged_step > 0, within=True
-            )  # an error if nothing logs it
-        if self.interval != "epoch" or self.train_loop_obj.cut is not None:  # a cut epoch is not at its end
-            return
-        if self._metric is None:
-            self._step()
-            return
-        value = self._metric.new_value(self.train_loop_obj)
-        if value is not None:
-            self._step(value)
+        loop, metric = self.train_loop_obj, self._metric
+        if self.interval == "step":
+            value = None if metric is None else metric.left_for_epoch_end(loop, due=self._judged_step > 0)
+            if value is not None:
+                self.scheduler.step(value)
+        elif loop.cut is None:  # a cut epoch is not at its end
+            if metric is None:
+                self._step()
+            elif (value := metric.new_value(loop)) is not None:
+                self._step(value)
 
     def _step(self, *metric: float) -> None:
         self._count += 1
