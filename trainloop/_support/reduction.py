@@ -143,7 +143,10 @@ def adds_samples(loss: Tensor) -> bool:
 def _keeps_a_sum(node: Any) -> bool:
     """Return True for a product with a number; a small number, such as ``1 / len(x)``, makes a mean of a sum."""
     other = getattr(node, "_saved_other", None) if node.name().startswith("MulBackward") else None
-    return isinstance(other, Tensor) and other.is_cpu and other.numel() == 1 and abs(float(other.detach())) >= 0.5
+    if type(other) is not Tensor or not other.is_cpu or other.ndim:
+        return False
+    number: Any = other.tolist()  # without a dispatch: to modes, torch gives such a tensor as a number of Python
+    return bool(abs(number) >= 0.5)
 
 
 def _is_of_scalar(node: Any) -> bool:

@@ -13,6 +13,7 @@ from kit import reference
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import make_data
 from trainloop import ModelWrap, MultiLoss, TrainLoop, TTBasicModel
@@ -266,3 +267,13 @@ def test_means_that_use_sums_are_not_reported(name: str) -> None:
     loader = DataLoader(make_data(12), batch_size=4)
     sgd = optim.SGD(model.parameters(), lr=0.01)
     TrainLoop(model, loader, loader, None, sgd, progress_bar=False, accelerator="cpu").fit(2, grad_accumulation=2)
+
+
+def test_a_loss_times_a_number_is_read_within_dispatch_modes() -> None:
+    model = undeclared(lambda drawn, x, mu: 0.001 * F.mse_loss(drawn, x))()
+    loader = DataLoader(make_data(12), batch_size=4)
+    sgd = optim.SGD(model.parameters(), lr=0.01)
+    loop = TrainLoop(model, loader, None, None, sgd, progress_bar=False, accelerator="cpu")
+    with FlopCounterMode(display=False):
+        loop.fit(1, grad_accumulation=2)
+    assert loop.progress.global_step == 2
