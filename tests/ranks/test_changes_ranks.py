@@ -198,6 +198,23 @@ def test_what_hooks_assign_in_ranks_comes_back_and_data_are_warned_of() -> None:
     assert (loop.gradient_clip_norm, loop.end_auto_eval) == (0.5, 2)
 
 
+@pytest.mark.long
+def test_plain_attributes_that_ranks_delete_or_register_hide_nothing_in_the_caller() -> None:
+    class Registers(AbstractCallback):
+        def on_train_end(self) -> None:
+            model = self.train_loop_obj.model
+            del model.gone, model.mean
+            model.register_buffer("mean", torch.ones(2))
+            model.part, model.weight = nn.Linear(1, 1), nn.Parameter(torch.ones(3))
+
+    loop = loop_of("rate", "ddp")
+    model = loop.model
+    model.gone = model.mean = model.part = model.weight = None
+    loop.fit(num_epochs=1, callbacks=[Registers("registers")])
+    assert not hasattr(model, "gone")
+    assert (model.mean.tolist(), model.weight.tolist(), type(model.part)) == ([1, 1], [1, 1, 1], nn.Linear)
+
+
 class _Draws(TensorDataset):
     """Draws noise from a generator of its own."""
 

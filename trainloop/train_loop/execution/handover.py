@@ -211,6 +211,7 @@ class RankSide:
             "warnings": self._about_loaders(),
             "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop) if not t.is_meta},
             "attributes": changed,
+            "deleted": [key for key in self._attributes if key[:2] in modules and key[2] not in vars(modules[key[:2]])],
             "attributes of tensors": {
                 key: own
                 for key, own in _tensor_attributes(loop).items()
@@ -363,7 +364,7 @@ def _receive(loop: LoopState, state: dict[str, Any], callbacks: list[Any]) -> No
     _put_modules(loop, state["modules"])
     _put_structures(loop, state["structures"])
     _put_tensors(loop, state["tensors"])
-    _put_plain_attributes(loop, state["attributes"])
+    _put_plain_attributes(loop, state["attributes"], state["deleted"])
     for key, tensor in _tensors(loop):
         vars(tensor).update(state["attributes of tensors"].get(key, {}))
     script = script_values(loop)
@@ -402,9 +403,14 @@ def _put_tensors(loop: LoopState, values: Mapping[tuple[int, str], tuple[torch.T
                 _root_modules(loop)[root].get_submodule(owner).register_buffer(name, value)
 
 
-def _put_plain_attributes(loop: LoopState, values: Mapping[tuple[int, str, str], Any]) -> None:
+def _put_plain_attributes(
+    loop: LoopState, values: Mapping[tuple[int, str, str], Any], deleted: Iterable[tuple[int, str, str]]
+) -> None:
     """Write the other side's :func:`_plain_attributes` into this side's modules; skip missing modules."""
     modules = _modules(loop)
+    for root, path, name in deleted:  # such as one that became a buffer, which it would hide
+        if (root, path) in modules:
+            vars(modules[root, path]).pop(name, None)
     for (root, path, name), value in values.items():
         if (root, path) in modules:
             object.__setattr__(modules[root, path], name, value)
