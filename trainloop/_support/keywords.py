@@ -217,10 +217,10 @@ def explain_attribute(error: AttributeError, model: Any, callbacks: Sequence[Any
 
 def explain_log(error: TypeError) -> None:
     """If ``log`` got a keyword of another library's, add what to do instead to the error's text."""
-    found = re.search(r"\.log\(\) got an unexpected keyword argument '(\w+)'$", str(error))
-    here = found and LOG_KEYWORDS.get(found[1])
-    if here:
-        error.args = (f"{error}. {here}",)
+    found = re.search(r"(.*\.log\(\) got an unexpected keyword argument '(\w+)')", str(error))
+    here = found and LOG_KEYWORDS.get(found[2])
+    if found and here:  # in place of the guess that Python 3.13 adds
+        error.args = (f"{found[1]}. {here}",)
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
