@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainloop._support.nested import parts_of
+from trainloop._support.nested import tensors_of
 from trainloop._support.user_line import warn
 from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError
@@ -328,16 +328,7 @@ def refuse_shards_in_functions(output: Any, names: Mapping[int, str]) -> None:
     names : mapping from int to str
         Names of sharded parameters, by their ids.
     """
-    nodes: list[Any] = []
-
-    def look(value: Any) -> None:
-        if isinstance(value, Tensor):
-            nodes.append(value.grad_fn)
-        else:
-            for part in parts_of(value) or ():
-                look(part)
-
-    look(output)
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_of(output)]
     seen = set()
     while nodes:
         node = nodes.pop()
