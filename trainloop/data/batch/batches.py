@@ -426,24 +426,22 @@ def note_batch(error: BaseException, where: str, batches: Sequence[Any]) -> None
         error.add_note(note)
 
 
-def moved(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Yield ``(size, batch)`` items with their batches on a device without streams, such as Apple's GPU."""
-    for size, batch in items:
-        yield size, move_to(batch, device)
-
-
 def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Yield ``(size, batch)`` items with the batch on a GPU, without making the host wait.
+    """Yield ``(size, batch)`` items with the batch on a device other than the CPU.
 
-    Each batch is pinned and copied on this process's stream for copies, while the previous one is in use.
+    For CUDA, each batch is pinned and copied on this process's stream for copies, while the previous one is in use, so
+    that the host does not wait.
 
     Parameters
     ----------
     items : iterator of (size, batch)
         Batches of any shape, on the CPU, or partly or wholly on the GPU.
     device : torch.device
-        A CUDA device.
     """
+    if device.type != "cuda":  # a device without streams, such as Apple's GPU
+        for size, batch in items:
+            yield size, move_to(batch, device)
+        return
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     copies = _copy_stream(device.index)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainloop._support.rng import derive_seed
-from trainloop.data.batch.batches import moved, on_device
+from trainloop.data.batch.batches import on_device
 from trainloop.data.feed.feed_position import FeedPosition
 from trainloop.data.feed.marks import KeptIterators
 from trainloop.data.feed.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
@@ -173,10 +173,8 @@ class TrainFeed:
         items = self._position.items(self._epoch, done)
         if self._world_size > 1 and self._exchange_ints is not None:
             items = self._checked(items, self._exchange_ints)
-        if self._device is not None and self._device.type == "cuda":  # copied during the previous step
+        if self._device is not None and self._device.type != "cpu":  # on CUDA, copied during the previous step
             items = self._position.note(items, partial(on_device, device=self._device))
-        elif self._device is not None and self._device.type != "cpu":
-            items = moved(items, self._device)
         if self._source.sizes_known and not self._source.counts:
             steps = steps_of_known(items, grad_accumulation, self._rank)
         elif self._world_size == 1:
