@@ -237,22 +237,10 @@ def test_buffers_that_get_loss_changes_are_refused_in_dp(how: str) -> None:
         trained(model, "dp")
 
 
-@pytest.mark.parametrize(
-    "batch, message",
-    [
-        ((torch.ones(4, 3, dtype=D), torch.ones(9, 1, dtype=D)), r"these tensors of the batch whole.*\(9, 1\)"),
-        ((pack_sequence([torch.ones(2, 3), torch.ones(1, 3)]), torch.ones(2)), "can't split a PackedSequence"),
-    ],
-)
-def test_a_batch_that_replicas_can_not_share_is_explained(batch: Any, message: str) -> None:
-    class Ctc(Net):
-        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-            x, y = batch_data
-            return (self(x) * y.view(len(x), -1)).mean()
-
-    loss = Ctc()
-    with pytest.raises((RuntimeError, ConfigurationError), match=f"(?s){message}"):
-        TTDataParallel(loss, devices=2).get_loss(batch, None, torch.device("cpu"))
+def test_a_batch_that_replicas_can_not_share_is_explained() -> None:
+    batch = pack_sequence([torch.ones(2, 3), torch.ones(1, 3)]), torch.ones(2)
+    with pytest.raises(ConfigurationError, match="can't split a PackedSequence"):
+        TTDataParallel(Net(), devices=2).get_loss(batch, None, torch.device("cpu"))
 
 
 def test_replicas_may_change_their_parts_in_place() -> None:

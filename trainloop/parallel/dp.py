@@ -28,12 +28,6 @@ from trainloop.parallel.transparent import SharedName, Transparent, check_not_la
 
 __all__ = ["TTDataParallel"]
 
-_UNCUT = (
-    "Each replica gets only a part of the batch's samples, but these tensors of the batch whole, because their length "
-    "is not the number of samples: {}. If get_loss needs their part (such as concatenated targets), make them one row "
-    "for each sample (such as padded targets), or use gpu_mode='ddp'."
-)
-
 
 class TTDataParallel(Transparent, DataParallel):
     """An ``nn.DataParallel`` that runs a model's ``get_loss`` the way it runs ``forward``.
@@ -174,13 +168,7 @@ class TTDataParallel(Transparent, DataParallel):
             replicated = [(self.module, replicas), *criteria]
             calls = [_call(_bound(replica, method), *part) for replica, part in zip(replicas, inputs, strict=True)]
             watched = _Watched(replicated, self._tt_watches and method == "get_loss" and torch.is_grad_enabled())
-            try:
-                outputs = self._outputs(calls, devices)
-            except (RuntimeError, ValueError, IndexError) as error:
-                uncut = parts.not_cut(given.get("batch_data", args[0] if args else None), sum(sizes), self.dim)
-                if uncut and type(error) in (RuntimeError, ValueError, IndexError):
-                    error.args = (f"{error}\n{_UNCUT.format(', '.join(uncut))}",)
-                raise
+            outputs = self._outputs(calls, devices)
             self._keep(watched, method)
             if method == "__call__":
                 return parts.gather(outputs, self.dim)
