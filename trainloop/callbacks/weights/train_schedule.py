@@ -382,14 +382,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                     self.scheduler.step(*metric)
             except (ValueError, KeyError) as error:
                 self._explain_added_groups(error)
-                length, _ = self._length()
-                if isinstance(error, KeyError) or length is None or self.scheduler.last_epoch <= length:
-                    raise
-                raise ConfigurationError(
-                    f"LRScheduler: the {type(self.scheduler).__name__} has only {length} steps, but the training "
-                    "continues. Make the schedule as long as the training. A resumed run continues the schedule of its "
-                    "checkpoint; to train for longer, load the checkpoint's weights into a new run."
-                ) from error
+                raise
 
     def _explain_added_groups(self, error: Exception) -> None:
         """Raise an error that explains the scheduler's own if it was made for fewer groups than the optimizer has."""
