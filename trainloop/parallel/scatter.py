@@ -225,19 +225,12 @@ def _is_structure(item: Any) -> bool:
 
 
 def _first(value: Any, length: Callable[[Any], int | None]) -> int | None:
-    found: list[int] = []
-
-    def look(item: Any) -> Any:
-        if not found:
-            own = length(item)
-            if own is None:
-                map_parts(look, item)
-            else:
-                found.append(own)
-        return item
-
-    look(value)
-    return found[0] if found else None
+    """Return the first length that is known, of a value or of its parts, depth first."""
+    own = length(value)
+    if own is not None:
+        return own
+    lengths = (_first(part, length) for part in parts_of(value) or ())
+    return next((found for found in lengths if found is not None), None)
 
 
 # -- joining -----------------------------------------------------------------------------------------------------------

@@ -275,14 +275,16 @@ def _kind(value: Any) -> Any:
 
 
 def _all_have_on_second_axis(batch: Any, size: int) -> bool:
-    shapes: list[tuple[Any, ...]] = []
-
-    def note(value: Any) -> Any:
-        shape = _shape(value)
-        return shapes.append(shape) if shape else map_parts(note, value)
-
-    note(batch)
+    shapes = list(_shapes(batch))
     return bool(shapes) and all(len(shape) > 1 and shape[1] == size for shape in shapes)
+
+
+def _shapes(batch: Any) -> Iterator[tuple[Any, ...]]:
+    if shape := _shape(batch):
+        yield shape
+        return
+    for part in parts_of(batch) or ():
+        yield from _shapes(part)
 
 
 def move_to(batch: T, device: torch.device, *, non_blocking: bool = False) -> T:
