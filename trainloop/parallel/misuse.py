@@ -156,25 +156,27 @@ def explain_replica(error: Exception) -> None:
         ) from error
 
 
-class CopiesOfShards:
-    """Parts of sharded tensors that are gathered copies: to change them in place has no effect on the shards.
+class RefusesLostChanges(TorchFunctionMode):
+    """Raise an error if code changes a part of a sharded tensor in place, but that part is a gathered copy.
 
-    For a plain tensor, the same parts are views.
+    The change would have no effect on the shards. For a plain tensor, the same parts are views.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._copies: dict[int, weakref.ref[Tensor]] = {}
 
-    def note(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Note what a function returned if it would be a view of a plain tensor, but is a copy here."""
-        if not _returns_views(function, args):
-            return
-        source = args[0]
-        for part in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(part, Tensor) and (self._has(source) or _is_copy(part, source)):
-                self._copies[id(part)] = weakref.ref(part)
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self._refuse_change(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if _returns_views(func, args):
+            source = args[0]
+            for part in result if isinstance(result, (list, tuple)) else [result]:
+                if isinstance(part, Tensor) and (self._has(source) or _is_copy(part, source)):
+                    self._copies[id(part)] = weakref.ref(part)
+        return result
 
-    def refuse_change(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _refuse_change(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise an error if a function would change such a copy in place."""
         name = _name_of(function)
         changed = [*args[:1], *(kwargs[key] for key in ("out", "tensor", "input") if key in kwargs)]
@@ -197,20 +199,6 @@ class CopiesOfShards:
     def _has(self, tensor: Any) -> bool:
         found = self._copies.get(id(tensor))
         return found is not None and found() is tensor
-
-
-class RefusesLostChanges(TorchFunctionMode):
-    """Raise an error if code changes a part of a sharded tensor in place, but that part is a copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._copies = CopiesOfShards()
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self._copies.refuse_change(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
-        self._copies.note(func, args, result)
-        return result
 
 
 # Functions that return views of a plain tensor.
