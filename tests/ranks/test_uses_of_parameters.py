@@ -272,6 +272,16 @@ def test_a_model_called_by_a_callback_is_explained_in_fsdp() -> None:
 
 
 @pytest.mark.long
+def test_a_model_that_calls_itself_in_its_hook_is_explained_in_fsdp() -> None:
+    class Calls(Net):
+        def on_epoch_begin(self) -> None:
+            self(torch.ones(2, 3, dtype=D))
+
+    with pytest.raises(WorkerFailedError, match=r"on_epoch_begin uses a parameter .* outside of get_loss"):
+        trained(Calls("several forwards"), "fsdp")
+
+
+@pytest.mark.long
 def test_a_submodule_may_run_in_a_callback_before_the_first_step_in_fsdp() -> None:
     class Plays(AbstractCallback):
         """Plays an episode with a part of the model before each epoch."""

@@ -373,7 +373,7 @@ class HookTable:
     model : nn.Module, optional
         Model whose own hooks are called before the hooks of callbacks; see :class:`trainloop.TTModel`.
     guarded : callable, optional
-        Takes a callback's hook, and returns the function to call in its place.
+        Takes a hook, and returns the function to call in its place.
 
     Raises
     ------
@@ -396,7 +396,7 @@ class HookTable:
         for name in AbstractCallback.HOOKS:
             model_hooks = [_hook(model, name)] if name in MODEL_HOOKS and _model_overrides(model, name) else []
             hooks = (_on_its_ranks(cb, name) for cb in local if cb.uses_hook(name))
-            setattr(self, name, (*model_hooks, *map(guarded, hooks)))
+            setattr(self, name, tuple(map(guarded, (*model_hooks, *hooks))))
 
         # This includes callbacks of other ranks: all ranks go through the same list, and exchange logs after each hook.
         savers_last = sorted(ordered, key=lambda cb: isinstance(cb, Saver))

@@ -27,7 +27,6 @@ __all__ = [
     "SetAttributes",
     "WatchedForwards",
     "WatchedTensors",
-    "explain_outside",
     "explain_replica",
     "explain_sharded",
     "is_compiled",
@@ -132,17 +131,6 @@ def refuse_exchanges(ranks: Iterable[int], *, evaluates: bool = False) -> Abstra
     # In the modes of older versions of torch, some operations (flex_attention) are errors.
     knows_all = hasattr(TorchDispatchMode, "supports_higher_order_operators")
     return _RefusesExchanges(ranks, evaluates) if knows_all else nullcontext()
-
-
-def explain_outside(error: BaseException) -> None:
-    """Raise an explanation if a model was called outside of its wrapper, such as in a callback."""
-    if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
-        raise ConfigurationError(
-            "gpu_mode='fsdp': the model was called outside of get_loss, get_loss_eval and get_predictions, such as in "
-            "a callback, where its parameters are shards. In a callback, on all ranks, call "
-            "self.train_loop_obj.predict_with_model([batch]), which calls get_predictions, or evaluate_model_loss. "
-            f"torch says: {error}"
-        ) from error
 
 
 def explain_replica(error: Exception) -> None:
