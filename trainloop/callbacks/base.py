@@ -12,7 +12,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from trainloop import distributed
-from trainloop._support.keywords import nearest, refuse, table_of
+from trainloop._support.keywords import nearest, refuse, table_of, why_not
 from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import count_of, number_of
 from trainloop.callbacks.loop import Loop
@@ -508,19 +508,12 @@ def _hook(callback: Any, name: str) -> Hook:
     """Return a callback's hook. If it takes fewer arguments than the loop passes, wrap it to drop the last ones."""
     method: Hook = getattr(callback, name)
     offered = _NUM_ARGUMENTS[name]
-    try:
-        signature = inspect.signature(method)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return method
     for count in range(offered, -1, -1):
-        try:
-            signature.bind(*[None] * count)
-        except TypeError:
-            continue
-        return method if count == offered else partial(_call_with_fewer, method, count)
+        if not why_not(method, *[None] * count):
+            return method if count == offered else partial(_call_with_fewer, method, count)
     raise ConfigurationError(
-        f"{type(callback).__name__}.{name}{signature} does not accept the arguments that the loop passes. Define it as "
-        f"{name}{inspect.signature(getattr(AbstractCallback, name))}."
+        f"{type(callback).__name__}.{name}{inspect.signature(method)} does not accept the arguments that the loop "
+        f"passes. Define it as {name}{inspect.signature(getattr(AbstractCallback, name))}."
     )
 
 
