@@ -166,8 +166,8 @@ class Place:
         self.group, self.waits, self._draws = state["group"], state["waits"], state["rng"]
         self._restarts = state["begins"]
         self._draws_each = self._draws is not None
-        if self._worker is not None:
-            self._worker.note(state["asked"])
+        if self._worker is not None and state["asked"]:
+            self._worker.asked = True
 
     def read(self, stream: Callable[[dict[str, Any] | None], Iterator[T]], *, at_end: bool) -> Iterator[T]:
         """Yield the samples of ``stream(draws)``, where ``draws`` is the random state for the first sample, or None.
@@ -202,7 +202,7 @@ class Place:
             data = pickle.dumps({**place, "own": packed(self._dataset.state_dict())})
         except Exception as error:  # a user's __reduce__ may raise anything; state() reports it
             data = pickle.dumps({**place, "own": None, "error": f"{type(error).__name__}: {error}"})
-        return 0 if self._worker is None else self._worker.id_unasked, data
+        return 0 if self._worker is None else self._worker.info.id, data
 
 
 class StreamPlaces:
