@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
+from itertools import count
 from uuid import uuid4
 
 import torch
@@ -131,11 +131,8 @@ class RunCheckpoints:
         """Return the first name for the checkpoint that is unused or in ``replaceable``."""
         # The weights beside a checkpoint may be all that is left of another run.
         taken = set(self.folder.entries()).difference(replaceable, map(weights_name, replaceable))
-        name_of = partial(checkpoint.checkpoint_name, info, sharded=in_folder)
-        version = 1
-        while not taken.isdisjoint((name_of(version), weights_name(name_of(version)))):
-            version += 1
-        return name_of(version)
+        names = (checkpoint.checkpoint_name(info, version, sharded=in_folder) for version in count(1))
+        return next(name for name in names if taken.isdisjoint((name, weights_name(name))))
 
     def _remove(self, file: Checkpoint) -> None:
         if file.name.endswith(".pt"):
