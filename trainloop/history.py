@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -50,14 +50,6 @@ class History(Mapping[str, list[float]]):
         except KeyError:
             raise KeyError(f"{name!r} is not in the history, which has: {', '.join(self._values) or 'none'}") from None
 
-    if not TYPE_CHECKING:  # type checkers know the attributes
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Raise an error with a hint, because many users try to read a metric as an attribute."""
-            known = vars(self).get("_values", ())  # the attribute is missing while a copy is created
-            hint = f'. Read a metric by its name in brackets: history["{name}"]' if name in known else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 
@@ -94,13 +86,6 @@ class History(Mapping[str, list[float]]):
             If pandas is missing.
         """
         return import_extra("pandas", "history.to_dataframe", "tabular").DataFrame(self.rows())
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
-        """Raise an error with a hint: numpy and ``pandas.DataFrame(history)`` would take only the names."""
-        raise ConfigurationError(
-            "a history is no array: its metrics may have values in different epochs. Call history.to_dataframe() for a "
-            "table of pandas, history.rows() for a dict per epoch, or history['loss'] for the values of one metric."
-        )
 
     def plot(self, path: str | None = None) -> Any:
         """Plot every metric over epochs. Training, validation and test values of a metric share a panel.

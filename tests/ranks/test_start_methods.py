@@ -118,6 +118,9 @@ def test_a_rank_is_what_a_spawned_one_is(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
+    for rank in (own for own in found.values() if isinstance(own, dict) and "path" in own):
+        # torch 2.6 appends a temporary folder of its own.
+        rank["path"] = [path for path in rank["path"] if not path.startswith("/tmp/tmp")]
     assert found["forkserver"] == found["spawn"]
     assert found["spawn"]["caller"] == found["process"]
     assert found["spawn"]["folder"] == str(tmp_path)

@@ -270,7 +270,7 @@ def test_torchs_own_synchronised_layers_are_left_alone() -> None:
 
 def test_lazy_layers_need_a_batch_first() -> None:
     model = nn.Sequential(nn.LazyBatchNorm1d())
-    with pytest.raises(ConfigurationError, match=r"layer 0 \(LazyBatchNorm1d\) has no shape yet.*Run one batch"):
+    with pytest.raises(ConfigurationError, match=r"sync_batchnorm: LazyBatchNorm1d has lazy tensors .*Run one batch"):
         convert(model)
     model(torch.randn(4, 3))
     assert isinstance(convert(model)[0], CpuSyncBatchNorm)  # type: ignore[index]

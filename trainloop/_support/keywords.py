@@ -1,4 +1,4 @@
-"""Raise errors for unknown keywords that suggest the right keyword, even for names from other libraries."""
+"""Check calls of functions: errors for unknown keywords suggest the right one, even for names from other libraries."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ __all__ = [
     "refuse",
     "refuses_unknown",
     "table_of",
+    "why_not",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -217,10 +218,10 @@ def explain_attribute(error: AttributeError, model: Any, callbacks: Sequence[Any
 
 def explain_log(error: TypeError) -> None:
     """If ``log`` got a keyword of another library's, add what to do instead to the error's text."""
-    found = re.search(r"\.log\(\) got an unexpected keyword argument '(\w+)'$", str(error))
-    here = found and LOG_KEYWORDS.get(found[1])
-    if here:
-        error.args = (f"{error}. {here}",)
+    found = re.search(r"(.*\.log\(\) got an unexpected keyword argument '(\w+)')", str(error))
+    here = found and LOG_KEYWORDS.get(found[2])
+    if found and here:  # in place of the guess that Python 3.13 adds
+        error.args = (f"{found[1]}. {here}",)
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -279,6 +280,17 @@ def refuse(
 
 def _arguments_of(function: Callable[..., Any]) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def why_not(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Return why a function can't be called with these arguments; empty if it can, or if its signature is unknown."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        pass
+    return ""
 
 
 def keywords_of(kind: type) -> list[str]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-__all__ = ["map_parts", "map_together", "packed", "parts_of", "paths_of", "unpacked", "with_parts"]
+__all__ = ["map_parts", "map_together", "packed", "parts_of", "paths_of", "tensors_of", "unpacked", "with_parts"]
 
 _ARRAY = "__array__"
 
@@ -35,6 +36,21 @@ def parts_of(value: Any) -> list[Any] | None:
     if _is_record(value):
         return [getattr(value, name) for name in _fields(value)]
     return None
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers, or the value itself if it is a tensor.
+
+    Examples
+    --------
+    >>> [tensor.item() for tensor in tensors_of({"x": torch.tensor(1), "y": ["text", torch.tensor(2)]})]
+    [1, 2]
+    """
+    if isinstance(value, Tensor):
+        yield value
+        return
+    for part in parts_of(value) or ():
+        yield from tensors_of(part)
 
 
 def paths_of(value: Any) -> list[str]:

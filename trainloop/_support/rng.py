@@ -117,11 +117,11 @@ def read(*, devices: bool = True, only_torch: bool = False) -> States:
     return states
 
 
-def drew(before: States) -> bool:
-    """Return True if torch has drawn random numbers since ``before`` was read."""
-    now = read(only_torch=True)
-    one, other = ([states.torch, *(states.cuda or ())] for states in (before, now))
-    return len(one) != len(other) or not all(map(torch.equal, one, other))
+def drew(before: States, *, devices: bool = True) -> bool:
+    """Return True if random numbers were drawn since ``before`` was read, from a generator whose state it has."""
+    now = read(devices=devices, only_torch=before.python is None)
+    one, other = ([states.python, states.numpy, states.torch, *(states.cuda or ())] for states in (before, now))
+    return not _same(one, other)
 
 
 def capture(*, devices: bool = True) -> dict[str, Any]:

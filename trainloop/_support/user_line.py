@@ -51,10 +51,10 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn_explicit(message, category, place.file, place.line, module=place.module, registry=registry)
 
 
-def warn_or_print(message: str) -> None:
+def warn_or_print(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn; if warnings are errors, print instead, so that a warning cannot end the training, on one rank alone."""
     try:
-        warn(message)
+        warn(message, category)
     except Warning:
         print(message, file=sys.stderr, flush=True)
 

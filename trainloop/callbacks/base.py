@@ -12,7 +12,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from trainloop import distributed
-from trainloop._support.keywords import nearest, refuse, table_of
+from trainloop._support.keywords import nearest, refuse, table_of, why_not
 from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import count_of, number_of
 from trainloop.callbacks.loop import Loop
@@ -373,7 +373,7 @@ class HookTable:
     model : nn.Module, optional
         Model whose own hooks are called before the hooks of callbacks; see :class:`trainloop.TTModel`.
     guarded : callable, optional
-        Takes a callback's hook, and returns the function to call in its place.
+        Takes a hook, and returns the function to call in its place.
 
     Raises
     ------
@@ -396,7 +396,7 @@ class HookTable:
         for name in AbstractCallback.HOOKS:
             model_hooks = [_hook(model, name)] if name in MODEL_HOOKS and _model_overrides(model, name) else []
             hooks = (_on_its_ranks(cb, name) for cb in local if cb.uses_hook(name))
-            setattr(self, name, (*model_hooks, *map(guarded, hooks)))
+            setattr(self, name, tuple(map(guarded, (*model_hooks, *hooks))))
 
         # This includes callbacks of other ranks: all ranks go through the same list, and exchange logs after each hook.
         savers_last = sorted(ordered, key=lambda cb: isinstance(cb, Saver))
@@ -508,19 +508,12 @@ def _hook(callback: Any, name: str) -> Hook:
     """Return a callback's hook. If it takes fewer arguments than the loop passes, wrap it to drop the last ones."""
     method: Hook = getattr(callback, name)
     offered = _NUM_ARGUMENTS[name]
-    try:
-        signature = inspect.signature(method)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return method
     for count in range(offered, -1, -1):
-        try:
-            signature.bind(*[None] * count)
-        except TypeError:
-            continue
-        return method if count == offered else partial(_call_with_fewer, method, count)
+        if not why_not(method, *[None] * count):
+            return method if count == offered else partial(_call_with_fewer, method, count)
     raise ConfigurationError(
-        f"{type(callback).__name__}.{name}{signature} does not accept the arguments that the loop passes. Define it as "
-        f"{name}{inspect.signature(getattr(AbstractCallback, name))}."
+        f"{type(callback).__name__}.{name}{inspect.signature(method)} does not accept the arguments that the loop "
+        f"passes. Define it as {name}{inspect.signature(getattr(AbstractCallback, name))}."
     )
 
 

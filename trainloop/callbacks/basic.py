@@ -1,4 +1,4 @@
-"""Small callbacks: functions at hooks, subsets of the data, loaders created in ranks, plots of the history, ..."""
+"""Small callbacks: training on a part of the data, and plots of the history."""
 
 from __future__ import annotations
 

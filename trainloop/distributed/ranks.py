@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from trainloop.errors import ConfigurationError
@@ -157,13 +158,17 @@ def leave_group(*, failed: bool = False) -> None:
 
 
 def _destroy_group() -> None:
-    group = dist.group.WORLD
+    group, gloo = dist.group.WORLD, None
+    if group is not None and "gloo" in str(dist.get_backend_config()):
+        with contextlib.suppress(RuntimeError):  # a group made by a wrapper of Gloo, for example
+            gloo = group._get_backend(torch.device("cpu"))
     dist.destroy_process_group()
     if sys.getrefcount(group) > 2:  # this function's variable and the call's argument; reference cycles may have others
         gc.collect()
-    # Drop the last reference here: a group's destructor waits for its threads, and releases the GIL meanwhile only if
-    # Python destroys the group.
+    # Drop the last references here: Gloo's destructor waits for its threads, which may need the GIL to end. It releases
+    # the GIL only if Python destroys Gloo's part itself (torch 2.6), or the group (later versions).
     del group
+    del gloo
 
 
 def release_last_work() -> None:

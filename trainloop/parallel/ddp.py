@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from trainloop._support.forks import guard_forks
 from trainloop._support.keywords import refuses_unknown
-from trainloop._support.nested import map_parts
+from trainloop._support.nested import map_parts, tensors_of
 from trainloop._support.reduction import attach_divisor, divisor_of
 from trainloop.distributed.objects import cpu_group
 from trainloop.distributed.tensors import buckets
@@ -234,16 +234,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             return super()._post_forward(output)
         # With a static graph, the output's tensors start the exchange in the backward. Torch does not look for them in
         # dataclasses and subclasses of dict, such as transformers' outputs: gradients would not be averaged.
-        tensors: list[Tensor] = []
-
-        def take(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                tensors.append(value)
-                return value
-            return map_parts(take, value)
-
-        take(output)
-        passed = iter(super()._post_forward(tensors))
+        passed = iter(super()._post_forward(list(tensors_of(output))))
 
         def put(value: Any) -> Any:
             return next(passed) if isinstance(value, Tensor) else map_parts(put, value)

@@ -7,6 +7,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy as shallow_copy
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -27,12 +28,6 @@ from trainloop.parallel.misuse import SetAttributes, WatchedTensors, explain_rep
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, copy_attributes
 
 __all__ = ["TTDataParallel"]
-
-_UNCUT = (
-    "Each replica gets only a part of the batch's samples, but these tensors of the batch whole, because their length "
-    "is not the number of samples: {}. If get_loss needs their part (such as concatenated targets), make them one row "
-    "for each sample (such as padded targets), or use gpu_mode='ddp'."
-)
 
 
 class TTDataParallel(Transparent, DataParallel):
@@ -172,15 +167,13 @@ class TTDataParallel(Transparent, DataParallel):
             replicas = _replicas(self.module, devices, sizes)
             inputs, criteria = _with_criteria(inputs, devices, sizes)
             replicated = [(self.module, replicas), *criteria]
-            calls = [_call(_bound(replica, method), *part) for replica, part in zip(replicas, inputs, strict=True)]
-            watched = _Watched(replicated, self._tt_watches and method == "get_loss" and torch.is_grad_enabled())
-            try:
-                outputs = self._outputs(calls, devices)
-            except (RuntimeError, ValueError, IndexError) as error:
-                uncut = parts.not_cut(given.get("batch_data", args[0] if args else None), sum(sizes), self.dim)
-                if uncut and type(error) in (RuntimeError, ValueError, IndexError):
-                    error.args = (f"{error}\n{_UNCUT.format(', '.join(uncut))}",)
-                raise
+            calls = [
+                partial(_bound(replica, method), *own_args, **own_kwargs)
+                for replica, (own_args, own_kwargs) in zip(replicas, inputs, strict=True)
+            ]
+            watch = partial(_Watched, replicated, self._tt_watches and method == "get_loss" and torch.is_grad_enabled())
+            watched = watch()
+            outputs = self._outputs(calls, devices)
             self._keep(watched, method)
             if method == "__call__":
                 return parts.gather(outputs, self.dim)
@@ -191,7 +184,7 @@ class TTDataParallel(Transparent, DataParallel):
                 return parts.combine_predictions(found, sizes, self.dim)
             criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)
             if isinstance(outputs[0], Generator):
-                return self._passes(outputs, replicas, devices, sizes, criterion, watched)
+                return self._passes(outputs, replicas, devices, sizes, criterion, watch)
             return self._loss_of_all(outputs, sizes, criterion)
 
     def _alone(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -227,7 +220,7 @@ class TTDataParallel(Transparent, DataParallel):
                 )
         return chunks, parts.chunk_sizes(samples, number) if len(chunks) > 1 else [samples]
 
-    def _outputs(self, calls: list[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
+    def _outputs(self, calls: Sequence[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
         """Return each replica's result, on the output device."""
         try:
             outputs = _in_threads(calls, devices)
@@ -255,13 +248,13 @@ class TTDataParallel(Transparent, DataParallel):
         devices: list[torch.device],
         sizes: list[int],
         criterion: Any,
-        watched: _Watched,
+        watch: Callable[[], _Watched],
     ) -> Iterator[Any]:
         """Yield the whole batch's losses, one by one; after each, renew the replicas' weights."""
         ended = object()
         while True:
-            watched = watched.again()
-            items = self._outputs([_call(next, (generator, ended), {}) for generator in generators], devices)
+            watched = watch()
+            items = self._outputs([partial(next, generator, ended) for generator in generators], devices)
             self._keep(watched, "get_loss")
             if all(item is ended for item in items):
                 return
@@ -312,14 +305,9 @@ class _Watched:
     """What a call changes in a model and in criteria: tensors and attributes, compared between their replicas."""
 
     def __init__(self, replicated: list[tuple[Any, list[Any]]], tensors: bool) -> None:
-        self._replicated, self._watches_tensors = replicated, tensors
         modules = [(module, copies) for module, copies in replicated if tensors and isinstance(module, nn.Module)]
         self._tensors = [(WatchedTensors(module), copies) for module, copies in modules]
         self._attributes = [SetAttributes(module, copies) for module, copies in replicated]
-
-    def again(self) -> _Watched:
-        """Return a new object for the next call of the same replicas."""
-        return _Watched(self._replicated, self._watches_tensors)
 
     def check_and_keep(self) -> list[str]:
         """Raise an error for tensors that differ; keep attributes that are alike, and return the names of others."""
@@ -412,10 +400,6 @@ def _with_criteria(
     return parts_with, list(copies.values())
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-    return lambda: function(*args, **kwargs)
-
-
 def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) -> list[nn.Module]:
     """Return one replica per device, for that device's samples; gradients go to the module's own parameters."""
     if devices[0].type == "cpu":
@@ -491,7 +475,7 @@ def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
     return copies[module]
 
 
-def _in_threads(calls: list[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
+def _in_threads(calls: Sequence[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
     """Run each call in a separate thread, and return the results.
 
     If calls raise exceptions, raise the first one here.

@@ -218,7 +218,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         options.update({"ignored_params": self._tt_whole} if self._tt_whole else {})
         options.update({"mp_policy": mp_policy} if mp_policy is not None else {})
         options.update({"offload_policy": offload_policy} if offload_policy is not None else {})
-        seed = _common_seed(mesh) if any(t.is_meta for t in _tensors(module)) else None
+        seed = _common_seed(mesh) if any(map(_is_on_meta, module.modules())) else None
         sends = init_sync and seed is None  # values that are created here are already equal on all ranks
         done: set[int] = {id(p) for p in self._tt_whole}
         marks = {name: attributes_of(p) for name, p in module.named_parameters(remove_duplicate=False)}
@@ -469,11 +469,6 @@ def _send_from_first(tensors: Iterable[Tensor], mesh: Any) -> None:
 # -- models on the meta device -----------------------------------------------------------------------------------------
 
 
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from own_parameters(module)
-    yield from module.buffers()
-
-
 def _common_seed(mesh: Any) -> int:
     """Return a seed drawn by the mesh's first rank, so that all ranks cut their shards from the same initial values."""
     seed = torch.randint(2**31, (), device="cpu")
@@ -485,7 +480,7 @@ def _common_seed(mesh: Any) -> int:
 
 def _give_values(unit: nn.Module, device: torch.device, seed: int) -> None:
     """Allocate and initialize those tensors of a unit that are on the meta device."""
-    parts = [part for part in unit.modules() if any(t.is_meta for t in _own_tensors(part))]
+    parts = list(filter(_is_on_meta, unit.modules()))
     for part in parts:
         if not callable(getattr(part, "reset_parameters", None)):
             raise ConfigurationError(
@@ -507,6 +502,7 @@ def _give_values(unit: nn.Module, device: torch.device, seed: int) -> None:
             part.reset_parameters()  # type: ignore[operator]  # checked above
 
 
-def _own_tensors(part: nn.Module) -> Iterator[Tensor]:
-    for tensors in (part._parameters, part._buffers):
-        yield from (t for t in tensors.values() if t is not None)
+def _is_on_meta(part: nn.Module) -> bool:
+    """Return True if a parameter or buffer of the module itself, not of its submodules, is on the meta device."""
+    tensors = (*part._parameters.values(), *part._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in tensors)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainloop._support.nested import parts_of
+from trainloop._support.nested import tensors_of
 from trainloop._support.user_line import warn
 from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError
@@ -27,7 +27,6 @@ __all__ = [
     "SetAttributes",
     "WatchedForwards",
     "WatchedTensors",
-    "explain_outside",
     "explain_replica",
     "explain_sharded",
     "is_compiled",
@@ -140,17 +139,6 @@ def refuse_exchanges(ranks: Iterable[int], *, evaluates: bool = False) -> Abstra
     return _RefusesExchanges(ranks, evaluates) if knows_all else nullcontext()
 
 
-def explain_outside(error: BaseException) -> None:
-    """Raise an explanation if a model was called outside of its wrapper, such as in a callback."""
-    if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
-        raise ConfigurationError(
-            "gpu_mode='fsdp': the model was called outside of get_loss, get_loss_eval and get_predictions, such as in "
-            "a callback, where its parameters are shards. In a callback, on all ranks, call "
-            "self.train_loop_obj.predict_with_model([batch]), which calls get_predictions, or evaluate_model_loss. "
-            f"torch says: {error}"
-        ) from error
-
-
 def explain_replica(error: Exception) -> None:
     """Raise an explanation if ``get_loss`` sets ``requires_grad`` in a replica; return for other causes."""
     if isinstance(error, RuntimeError) and "requires_grad flags of leaf variables" in str(error):
@@ -162,25 +150,27 @@ def explain_replica(error: Exception) -> None:
         ) from error
 
 
-class CopiesOfShards:
-    """Parts of sharded tensors that are gathered copies: to change them in place has no effect on the shards.
+class RefusesLostChanges(TorchFunctionMode):
+    """Raise an error if code changes a part of a sharded tensor in place, but that part is a gathered copy.
 
-    For a plain tensor, the same parts are views.
+    The change would have no effect on the shards. For a plain tensor, the same parts are views.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._copies: dict[int, weakref.ref[Tensor]] = {}
 
-    def note(self, function: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Note what a function returned if it would be a view of a plain tensor, but is a copy here."""
-        if not _returns_views(function, args):
-            return
-        source = args[0]
-        for part in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(part, Tensor) and (self._has(source) or _is_copy(part, source)):
-                self._copies[id(part)] = weakref.ref(part)
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self._refuse_change(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if _returns_views(func, args):
+            source = args[0]
+            for part in result if isinstance(result, (list, tuple)) else [result]:
+                if isinstance(part, Tensor) and (self._has(source) or _is_copy(part, source)):
+                    self._copies[id(part)] = weakref.ref(part)
+        return result
 
-    def refuse_change(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _refuse_change(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise an error if a function would change such a copy in place."""
         name = _name_of(function)
         changed = [*args[:1], *(kwargs[key] for key in ("out", "tensor", "input") if key in kwargs)]
@@ -203,20 +193,6 @@ class CopiesOfShards:
     def _has(self, tensor: Any) -> bool:
         found = self._copies.get(id(tensor))
         return found is not None and found() is tensor
-
-
-class RefusesLostChanges(TorchFunctionMode):
-    """Raise an error if code changes a part of a sharded tensor in place, but that part is a copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._copies = CopiesOfShards()
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self._copies.refuse_change(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
-        self._copies.note(func, args, result)
-        return result
 
 
 # Functions that return views of a plain tensor.
@@ -334,16 +310,7 @@ def refuse_shards_in_functions(output: Any, names: Mapping[int, str]) -> None:
     names : mapping from int to str
         Names of sharded parameters, by their ids.
     """
-    nodes: list[Any] = []
-
-    def look(value: Any) -> None:
-        if isinstance(value, Tensor):
-            nodes.append(value.grad_fn)
-        else:
-            for part in parts_of(value) or ():
-                look(part)
-
-    look(output)
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_of(output)]
     seen = set()
     while nodes:
         node = nodes.pop()

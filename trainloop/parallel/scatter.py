@@ -103,24 +103,6 @@ class NotDivisibleError(ConfigurationError):
     """A batch can't be divided among replicas, because it is not known which parts belong to which sample."""
 
 
-def not_cut(value: Any, length: int, dim: int = 0) -> list[str]:
-    """Return the shapes of a batch's tensors that every replica gets unchanged, because of their other length."""
-    found: list[str] = []
-
-    def look(item: Any) -> Any:
-        if isinstance(item, PackedSequence):
-            found.append("a PackedSequence")
-        elif isinstance(item, (Tensor, np.ndarray)):
-            if item.ndim and _length(item, dim) != length:
-                found.append(str(tuple(item.shape)))
-        else:
-            map_parts(look, item)
-        return item
-
-    look(value)
-    return found
-
-
 class _Cut:
     """Cut a nested value of ``length`` samples.
 
@@ -243,19 +225,12 @@ def _is_structure(item: Any) -> bool:
 
 
 def _first(value: Any, length: Callable[[Any], int | None]) -> int | None:
-    found: list[int] = []
-
-    def look(item: Any) -> Any:
-        if not found:
-            own = length(item)
-            if own is None:
-                map_parts(look, item)
-            else:
-                found.append(own)
-        return item
-
-    look(value)
-    return found[0] if found else None
+    """Return the first length that is known, of a value or of its parts, depth first."""
+    own = length(value)
+    if own is not None:
+        return own
+    lengths = (_first(part, length) for part in parts_of(value) or ())
+    return next((found for found in lengths if found is not None), None)
 
 
 # -- joining -----------------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from trainloop.distributed.peers import only_trusted_peers
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
+from trainloop.parallel.transparent import check_not_lazy
 
 __all__ = ["BatchNorm", "CpuSyncBatchNorm", "convert", "participating", "revert"]
 
@@ -50,12 +50,9 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
     ConfigurationError
         If a layer is lazy and has no shape yet.
     """
-    for name, layer in module.named_modules():
-        if isinstance(layer, LazyModuleMixin) and isinstance(layer, BatchNorm) and layer.has_uninitialized_params():
-            raise ConfigurationError(
-                f"sync_batchnorm: the layer {name or 'itself'} ({type(layer).__name__}) has no shape yet. Run one "
-                "batch through the model first, e.g. `model(inputs)` under torch.no_grad()."
-            )
+    for layer in module.modules():
+        if isinstance(layer, BatchNorm):
+            check_not_lazy(layer, "sync_batchnorm")
     for layer in module.modules():
         if isinstance(layer, BatchNorm) and not isinstance(layer, (nn.SyncBatchNorm, CpuSyncBatchNorm)):
             tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -137,7 +138,7 @@ class Transparent(nn.Module):
     def _is_of_the_model(self, name: str, asking: dict[str, Any]) -> bool:
         if _READY not in self.__dict__ or _asked_by_torch(asking):
             return False
-        if isinstance(_static(type(self), name), SharedName):
+        if isinstance(inspect.getattr_static(type(self), name, None), SharedName):
             return model_has(self, name)
         if name in self.__dict__ or name in self._modules or hasattr(type(self), name):
             return False
@@ -245,10 +246,6 @@ def with_dicts_of(opened: Any, batch: Any) -> Any:
 
 def _wrapped(wrapper: nn.Module) -> nn.Module | None:
     return wrapper.__dict__.get("_modules", {}).get("module")
-
-
-def _static(cls: type, name: str) -> object:
-    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
 
 
 def _asked_by_torch(asking: dict[str, Any]) -> bool:

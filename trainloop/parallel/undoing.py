@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainloop._support.nested import parts_of
+from trainloop._support.nested import tensors_of
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import MARKS
 
@@ -113,15 +113,9 @@ def reduce_late_gradients(output: Any, groups: list[Any]) -> None:
             queued = True
             torch.autograd.Variable._execution_engine.queue_callback(finish)
 
-    def look(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            if value.requires_grad:
-                value.register_hook(queue)
-        else:
-            for part in parts_of(value) or ():
-                look(part)
-
-    look(output)
+    for tensor in tensors_of(output):
+        if tensor.requires_grad:
+            tensor.register_hook(queue)
 
 
 def drop_gathered_gradients(groups: list[Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainloop._support.keywords import why_not
 from trainloop.errors import ConfigurationError
 from trainloop.optim import own_parameters
 
@@ -116,12 +116,9 @@ def _matcher(shard: Any) -> Callable[[str, nn.Module], bool]:
     if all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
         return lambda name, part: isinstance(part, classes)
     if callable(shard) and not isinstance(shard, (type, nn.Module)):
-        try:
-            # Inspect the signature instead of calling it: an error inside must not look like a wrong argument count.
-            inspect.signature(shard).bind("", nn.Module())
-        except TypeError:
-            return lambda name, part: bool(shard(part))
-        return lambda name, part: bool(shard(name, part))
+        # Inspect the signature instead of calling it: an error inside must not look like a wrong argument count.
+        takes_name = not why_not(shard, "", nn.Module())
+        return lambda name, part: bool(shard(name, part) if takes_name else shard(part))
     raise ConfigurationError(
         f"shard={shard!r}: must be a module class, a list of module classes, a function (module -> bool), or None for "
         "the repeated blocks of the model."

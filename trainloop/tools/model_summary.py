@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainloop._support.nested import parts_of
+from trainloop._support.nested import tensors_of
 from trainloop.data import count_samples, move_to
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss, optimizers_of, own_parameters
@@ -202,7 +202,7 @@ def _counted(
         gradient_bytes=_bytes(trained),
         optimizer_bytes=_optimizer_bytes(optimizer),
         activation_bytes=activations(),
-        batch_bytes=_bytes(_tensors(batch)),
+        batch_bytes=_bytes(tensors_of(batch)),
         # Counted for the loop's own optimizer, because the copy has only the parameters of the model's copy.
         not_optimized=0 if loop.optimizer is None else _not_optimized(loop, model),
     )
@@ -248,7 +248,7 @@ def _shapes_of(model: nn.Module) -> Iterator[dict[str, str]]:
 
     def note(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            found = [str(list(t.shape)) for t in _tensors(output)]
+            found = [str(list(t.shape)) for t in tensors_of(output)]
             shapes[name] = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "") or type(output).__name__
 
         return hook
@@ -290,15 +290,8 @@ def _optimizer_bytes(optimizer: Any) -> int:
             single.step()
         except TypeError:  # the optimizer needs a closure; the size of its state depends on the number of calls
             pass
-        found += _bytes(_tensors(list(single.state.values())))
+        found += _bytes(tensors_of(list(single.state.values())))
     return found
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in a nested value."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for part in parts_of(value) or () for tensor in _tensors(part)]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -385,10 +385,7 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
 
 def _comparable_lengths(loop: TrainLoop[Any], steps: int, ranks: int, per_step: int) -> tuple[int, int]:
     """Return how many batches of one process, and of ``ranks``, make the same steps; 0 if their samples differ."""
-    single, many = (
-        TrainFeed(loop.train_loader, world_size=size, seed=0, exchange_ints=lambda values: [values]).num_batches
-        for size in (1, ranks)
-    )
+    single, many = (TrainFeed(loop.train_loader, world_size=size, seed=0).num_batches for size in (1, ranks))
     if single is None or many is None:
         return steps * per_step, steps
     if -(-single // per_step) != many:

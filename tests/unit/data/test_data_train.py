@@ -382,12 +382,8 @@ class RepeatedLoader(DataLoader[Any]):
             DataLoader(Rows(), 4, sampler=DistributedSampler(Rows(), num_replicas=4, rank=0)),
             r"train_loader has a DistributedSampler with num_replicas=4, but world_size=2. Create the sampler for 2",
         ),
-        (
-            DataLoader(Stream(), 4),
-            r"train_loader: 2 ranks must exchange their numbers of samples, but exchange_ints is None",
-        ),
     ],
-    ids=["no loader", "no samples", "no batches", "all dropped", "other ranks", "no exchange"],
+    ids=["no loader", "no samples", "no batches", "all dropped", "other ranks"],
 )
 def test_what_cant_be_shared_out_is_an_error_at_once(loader: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -47,14 +47,6 @@ def test_is_a_mapping_of_lists(history: History) -> None:
         history["accuracy"]
 
 
-def test_a_metric_as_an_attribute_is_told_to_be_an_item(history: History) -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'val_loss'. .* history\[\"val_loss\"\]"):
-        _ = history.val_loss  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match=r"no attribute 'frobnicate'$"):
-        _ = history.frobnicate  # type: ignore[attr-defined]
-    assert not hasattr(History.__new__(History), "val_loss")  # as while it is unpickled
-
-
 def test_nobody_changes_it_by_what_it_gives(history: History) -> None:
     for values in (history["loss"], history.to_dict()["loss"], history.steps("loss"), history.step_indices("loss")):
         values.clear()
@@ -184,14 +176,3 @@ def test_table_of_pandas(history: History) -> None:
     assert list(table["epoch"]) == [1, 2, 3]
     assert list(table["loss"]) == [0.5, 0.25, 0.125]
     assert pandas.isna(table["val_loss"][1])
-
-
-def test_dataframe_of_a_history_names_the_way() -> None:
-    import numpy as np
-    import pandas as pd
-
-    history = History()
-    history.record("loss", 0.5, 0)
-    for make in (pd.DataFrame, np.asarray):
-        with pytest.raises(ConfigurationError, match=r"history\.to_dataframe\(\)"):
-            make(history)

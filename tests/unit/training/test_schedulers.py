@@ -605,20 +605,6 @@ def test_groups_with_equal_names_are_logged_apart() -> None:
     assert (loop.history["lr/head/group0"], loop.history["lr/head/group1"]) == ([0.1], [0.01])
 
 
-@pytest.mark.parametrize("make", [lr_scheduler.OneCycleLR, lambda o, **k: sequential_one_cycle(o, **k)])
-def test_a_schedule_that_has_ended_is_named(make: Any) -> None:
-    tl = make_loop()
-    schedule = LRScheduler(make, "step", max_lr=1.0, total_steps=STEPS_PER_EPOCH)
-    tl.fit(num_epochs=1, callbacks=[schedule])
-    with pytest.raises(ConfigurationError, match=f"has only {STEPS_PER_EPOCH} steps, but the training continues"):
-        tl.fit(num_epochs=1, callbacks=[schedule])
-
-
-def sequential_one_cycle(optimizer: optim.Optimizer, max_lr: float, total_steps: int) -> Any:
-    parts = [lr_scheduler.LinearLR(optimizer), lr_scheduler.OneCycleLR(optimizer, max_lr, total_steps=total_steps - 2)]
-    return lr_scheduler.SequentialLR(optimizer, parts, [2])
-
-
 class AddsAGroup(AbstractCallback):
     """Unfreeze the bias in the second epoch."""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
+from itertools import count
 from uuid import uuid4
 
 import torch
@@ -131,11 +131,8 @@ class RunCheckpoints:
         """Return the first name for the checkpoint that is unused or in ``replaceable``."""
         # The weights beside a checkpoint may be all that is left of another run.
         taken = set(self.folder.entries()).difference(replaceable, map(weights_name, replaceable))
-        name_of = partial(checkpoint.checkpoint_name, info, sharded=in_folder)
-        version = 1
-        while not taken.isdisjoint((name_of(version), weights_name(name_of(version)))):
-            version += 1
-        return name_of(version)
+        names = (checkpoint.checkpoint_name(info, version, sharded=in_folder) for version in count(1))
+        return next(name for name in names if taken.isdisjoint((name, weights_name(name))))
 
     def _remove(self, file: Checkpoint) -> None:
         if file.name.endswith(".pt"):
@@ -197,28 +194,20 @@ class BackgroundWrite:
     ) -> None:
         self.step = step
         self.give_up = give_up
-        self._error: Exception | None = None
         # A thread starts on GPU 0. If it uses CUDA there, it creates a context in the memory of another rank's GPU.
-        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self._thread = threading.Thread(
-            target=self._run, name=f"checkpoint of step {step}", daemon=False, args=(write,)
-        )
-        self._thread.start()
-
-    def _run(self, write: Callable[[], Exception | None]) -> None:
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # torch ignores a negative number
+        thread = ThreadPoolExecutor(1, f"checkpoint of step {step}", torch.cuda.set_device, (gpu,))
         # ``write`` is not an attribute: only the thread refers to the data, so the data is freed once it is written.
-        if self._gpu is not None:
-            torch.cuda.set_device(self._gpu)
-        self._error = write()
+        self._error = thread.submit(write)
+        thread.shutdown(wait=False)
 
     def wait(self, seconds: float | None = None) -> Exception | None:
         """Wait until the write ends, and return its error. After ``seconds``, it stops waiting for other ranks."""
         if seconds is not None:
-            self._thread.join(seconds)
+            wait([self._error], seconds)
             if self.give_up is not None:
                 self.give_up()
-        self._thread.join()
-        return self._error
+        return self._error.result()
 
 
 def error_of(write: Callable[[], None]) -> Exception | None:

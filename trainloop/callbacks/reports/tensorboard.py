@@ -415,11 +415,8 @@ def _floats(rates: dict[str, Any]) -> dict[str, float]:
 
 def _new_folder(name: str) -> str:
     stem = os.path.abspath(os.path.join("runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{name}"))
-    folder, number = stem, 1
-    while os.path.exists(folder):
-        number += 1
-        folder = f"{stem}_{number}"
-    return folder
+    folders = itertools.chain([stem], (f"{stem}_{n}" for n in itertools.count(2)))
+    return next(folder for folder in folders if not os.path.exists(folder))
 
 
 def _folder_in(given: str) -> str:

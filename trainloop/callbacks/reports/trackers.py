@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from trainloop._support.distribution import import_extra
-from trainloop._support.user_line import warn
+from trainloop._support.user_line import warn_or_print
 from trainloop.callbacks.arguments import check_flags, count_of, dict_of, path_of, texts_of
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.devices import has_ranks
@@ -246,10 +246,7 @@ class ServiceTracker(Tracker):
     def _report(self, what: str, text: str) -> None:
         if what not in self._reported:
             self._reported.add(what)
-            try:
-                warn(f"{self.callback_name}: {text}", RuntimeWarning)
-            except Warning as error:  # warnings are errors: not this one, which would end the training
-                print(error, flush=True)
+            warn_or_print(f"{self.callback_name}: {text}", RuntimeWarning)
 
     def _finish(self, exception: BaseException | None) -> None:
         self._send_pending()

@@ -31,7 +31,7 @@ from trainloop._launch.rank_process import started_by_launch
 from trainloop._launch.settings import numeric_settings
 from trainloop._support import rng
 from trainloop._support.carried import places_of
-from trainloop._support.nested import map_parts, parts_of
+from trainloop._support.nested import map_parts, tensors_of
 from trainloop.callbacks.arguments import count_of
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.watch.nan import describe_not_finite
@@ -457,13 +457,10 @@ def not_finite(values: Mapping[str, Any]) -> list[str]:
 
 def _floating_point(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of a nested value that can contain NaN, except sharded tensors."""
-    if isinstance(value, Tensor):
-        tensor = value.detach().coalesce().values() if value.is_sparse else value.detach()
+    for found in tensors_of(value):
+        tensor = found.detach().coalesce().values() if found.is_sparse else found.detach()
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()) and not is_sharded(tensor):
             yield tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no norm
-    else:
-        for part in parts_of(value) or ():
-            yield from _floating_point(part)
 
 
 def _is_plain(value: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainloop._support.nested import tensors_of
 from trainloop.callbacks.arguments import check_flags, count_of
 from trainloop.callbacks.base import logs_nothing
 from trainloop.callbacks.monitor import Monitor
@@ -136,7 +137,7 @@ class TerminateOnNaN(GradientCallbackBase):
         loop = self.train_loop_obj
         # The step that includes this batch. global_step already counts this step if this was the step's last batch.
         step = loop.global_step + (not self._step_done)
-        for loss in _losses(loop.last_loss):
+        for loss in tensors_of(loop.last_loss):
             self._values.append(loss)
             self._sources.append((step, None))
         if self._step_done:
@@ -194,9 +195,3 @@ def describe_not_finite(*, loss: bool, gradients: Sequence[str]) -> str:
         more = f" (and of {len(gradients) - 1} more)" if len(gradients) > 1 else ""
         found.append(f"the gradient of {gradients[0]!r}{more} is not finite")
     return "; ".join(found)
-
-
-def _losses(loss: Any) -> list[Tensor]:
-    if loss is None:
-        return []
-    return [loss] if isinstance(loss, Tensor) else list(loss.values())

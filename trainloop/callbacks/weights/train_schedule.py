@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer, lr_scheduler
 
 from trainloop._launch.rank_process import started_by_launch
+from trainloop._support.keywords import why_not
 from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import count_of
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
@@ -225,7 +226,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             )
         given = {name: steps if value is None else value(steps) for name, value in asked.items()}
         arguments = {**self.factory_kwargs, **given}
-        if why := _why_not(factory, optimizer, **arguments):
+        if why := why_not(factory, optimizer, **arguments):
             name = getattr(factory, "__name__", type(factory).__name__)
             raise ConfigurationError(
                 f"LRScheduler: {name} can't be called with the optimizer and the given arguments "
@@ -239,7 +240,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             raise ConfigurationError(
                 f"LRScheduler: scheduler made {self.scheduler!r}: it must be a function (optimizer) -> scheduler."
             )
-        if why := _why_not(step, *([0.0] if _is_plateau(self.scheduler) else [])):
+        if why := why_not(step, *([0.0] if _is_plateau(self.scheduler) else [])):
             raise ConfigurationError(
                 f"LRScheduler: {type(self.scheduler).__name__}.step() can't be called without arguments: {why}. If "
                 "step() takes the number of the epoch or step, write a callback. It creates the scheduler in "
@@ -380,14 +381,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                     self.scheduler.step(*metric)
             except (ValueError, KeyError) as error:
                 self._explain_added_groups(error)
-                length, _ = self._length()
-                if isinstance(error, KeyError) or length is None or self.scheduler.last_epoch <= length:
-                    raise
-                raise ConfigurationError(
-                    f"LRScheduler: the {type(self.scheduler).__name__} has only {length} steps, but the training "
-                    "continues. Make the schedule as long as the training. A resumed run continues the schedule of its "
-                    "checkpoint; to train for longer, load the checkpoint's weights into a new run."
-                ) from error
+                raise
 
     def _explain_added_groups(self, error: Exception) -> None:
         """Raise an error that explains the scheduler's own if it was made for fewer groups than the optimizer has."""
@@ -526,17 +520,6 @@ def _is_scheduler(scheduler: Any) -> bool:
 def _is_plateau(scheduler: Any) -> bool:
     plateau = lr_scheduler.ReduceLROnPlateau
     return issubclass(scheduler, plateau) if isinstance(scheduler, type) else isinstance(scheduler, plateau)
-
-
-def _why_not(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Return why a function can't be called with these arguments; empty if it can, or if its signature is unknown."""
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError as error:
-        return str(error)
-    except ValueError:
-        pass
-    return ""
 
 
 _NESTED = "trainloop: nested schedulers"

@@ -275,14 +275,16 @@ def _kind(value: Any) -> Any:
 
 
 def _all_have_on_second_axis(batch: Any, size: int) -> bool:
-    shapes: list[tuple[Any, ...]] = []
-
-    def note(value: Any) -> Any:
-        shape = _shape(value)
-        return shapes.append(shape) if shape else map_parts(note, value)
-
-    note(batch)
+    shapes = list(_shapes(batch))
     return bool(shapes) and all(len(shape) > 1 and shape[1] == size for shape in shapes)
+
+
+def _shapes(batch: Any) -> Iterator[tuple[Any, ...]]:
+    if shape := _shape(batch):
+        yield shape
+        return
+    for part in parts_of(batch) or ():
+        yield from _shapes(part)
 
 
 def move_to(batch: T, device: torch.device, *, non_blocking: bool = False) -> T:
@@ -426,24 +428,22 @@ def note_batch(error: BaseException, where: str, batches: Sequence[Any]) -> None
         error.add_note(note)
 
 
-def moved(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Yield ``(size, batch)`` items with their batches on a device without streams, such as Apple's GPU."""
-    for size, batch in items:
-        yield size, move_to(batch, device)
-
-
 def on_device(items: Iterator[tuple[Any, Any]], device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Yield ``(size, batch)`` items with the batch on a GPU, without making the host wait.
+    """Yield ``(size, batch)`` items with the batch on a device other than the CPU.
 
-    Each batch is pinned and copied on this process's stream for copies, while the previous one is in use.
+    For CUDA, each batch is pinned and copied on this process's stream for copies, while the previous one is in use, so
+    that the host does not wait.
 
     Parameters
     ----------
     items : iterator of (size, batch)
         Batches of any shape, on the CPU, or partly or wholly on the GPU.
     device : torch.device
-        A CUDA device.
     """
+    if device.type != "cuda":  # a device without streams, such as Apple's GPU
+        for size, batch in items:
+            yield size, move_to(batch, device)
+        return
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     copies = _copy_stream(device.index)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterator
-from types import FrameType, TracebackType
 from typing import TypeVar
 
 import torch
@@ -40,21 +39,10 @@ def guard_stop_iteration(batches: Iterator[T], name: str) -> Iterator[T]:
         try:
             batch = next(batches)
         except StopIteration as stop:
-            check_end(stop, name)
+            if _is_of_loading(stop):
+                raise slipped_out(stop, name) from stop
             return
         yield batch
-
-
-def check_end(stop: StopIteration, name: str) -> None:
-    """Raise an error if a ``StopIteration`` is not the end of the loader.
-
-    Raises
-    ------
-    RuntimeError
-        If it is not the loader's end; the message has the line that raised it.
-    """
-    if any(_is_loading(entry) for entry in _entries(stop.__traceback__)):
-        raise slipped_out(stop, name) from stop
 
 
 def slipped_out(stop: StopIteration, name: str) -> RuntimeError:
@@ -71,17 +59,11 @@ def slipped_out(stop: StopIteration, name: str) -> RuntimeError:
     )
 
 
-def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
-    while entry is not None:
-        yield entry
-        entry = entry.tb_next
-
-
-def _is_loading(entry: TracebackType) -> bool:
-    """Return True if a frame fetches samples or re-raises a worker's exception; a loader never ends there."""
-    frame: FrameType = entry.tb_frame
-    code = frame.f_code
-    if code is _IterableDatasetFetcher.fetch.__code__:
-        # A stream's own end occurs before there is anything to collate, or is raised by this frame.
-        return entry.tb_next is not None and "data" in frame.f_locals
-    return code is _MapDatasetFetcher.fetch.__code__ or code is ExceptionWrapper.reraise.__code__
+def _is_of_loading(stop: StopIteration) -> bool:
+    """Return True if a frame fetched samples or re-raised a worker's exception: a loader never ends there."""
+    frames = [frame for frame, _ in traceback.walk_tb(stop.__traceback__)]
+    if any(frame.f_code in (_MapDatasetFetcher.fetch.__code__, ExceptionWrapper.reraise.__code__) for frame in frames):
+        return True
+    # A stream's own end occurs before there is anything to collate, or is raised by this frame.
+    streams = [frame for frame in frames[:-1] if frame.f_code is _IterableDatasetFetcher.fetch.__code__]
+    return any("data" in frame.f_locals for frame in streams)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from trainloop._support.rng import derive_seed
-from trainloop.data.batch.batches import moved, on_device
+from trainloop.data.batch.batches import on_device
 from trainloop.data.feed.steps import ExchangeInts
 from trainloop.data.loader import loaders
 from trainloop.data.loader.loader_copies import WorkersDataset, end_workers
@@ -125,10 +125,8 @@ class EvalFeed:
         if self._rank == 0:
             self._workers_dataset.begin_pass(self.loader, getattr(self._users_loader, "dataset", None))
         items: Iterator[tuple[Any, Any]] = self._own_batches()
-        if self._device is not None and self._device.type == "cuda":
+        if self._device is not None and self._device.type != "cpu":
             items = on_device(items, self._device)
-        elif self._device is not None and self._device.type != "cpu":
-            items = moved(items, self._device)
         own = ((batch_index, batch, size) for (batch_index, size), batch in items)
         yield from own if padded is None else padded(own)
         digest = self._source.order_digest

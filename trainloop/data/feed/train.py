@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainloop._support.rng import derive_seed
-from trainloop.data.batch.batches import moved, on_device
+from trainloop.data.batch.batches import on_device
 from trainloop.data.feed.feed_position import FeedPosition
 from trainloop.data.feed.marks import KeptIterators
 from trainloop.data.feed.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
@@ -42,7 +42,7 @@ class TrainFeed:
     name : str
         The user's name for the loader, for messages.
     exchange_ints : callable, optional
-        A collective exchange of integers, for loaders whose sizes are unknown to other ranks.
+        A collective exchange of integers, for loaders whose sizes are unknown to other ranks. Default: no other ranks.
     device : torch.device, optional
         Device to move batches to; None to leave them where they are.
 
@@ -68,11 +68,6 @@ class TrainFeed:
         if world_size > 1 and seed is None:
             seed = 0
         self._source = _source_of(loader, rank, world_size, seed, name)
-        if (self._source.counts or not self._source.sizes_known) and world_size > 1 and exchange_ints is None:
-            raise ConfigurationError(
-                f"{name}: {world_size} ranks must exchange their numbers of samples, but exchange_ints is None. Pass "
-                "exchange_ints=trainloop.distributed.exchange_ints."
-            )
         self.num_batches = self._source.num_batches
         """Micro-batches of an epoch, the maximum over all ranks; None if unknown before reading."""
         self.num_samples = self._source.num_samples
@@ -82,7 +77,7 @@ class TrainFeed:
         self._rank = rank
         self._world_size = world_size
         self._name = name
-        self._exchange_ints = exchange_ints
+        self._exchange_ints = exchange_ints or (lambda mine: [mine])
         self._device = device
         self.about_iterator = ""
         """Warning about an iterator that the last two epochs shared; empty if there is none."""
@@ -171,18 +166,13 @@ class TrainFeed:
         # One item per micro-batch; the items are grouped into steps below.
         done = skip_steps * grad_accumulation if skip_batches is None else skip_batches
         items = self._position.items(self._epoch, done)
-        if self._world_size > 1 and self._exchange_ints is not None:
-            items = self._checked(items, self._exchange_ints)
-        if self._device is not None and self._device.type == "cuda":  # copied during the previous step
+        if self._world_size > 1:
+            items = self._checked(items)
+        if self._device is not None and self._device.type != "cpu":  # on CUDA, copied during the previous step
             items = self._position.note(items, partial(on_device, device=self._device))
-        elif self._device is not None and self._device.type != "cpu":
-            items = moved(items, self._device)
         if self._source.sizes_known and not self._source.counts:
             steps = steps_of_known(items, grad_accumulation, self._rank)
-        elif self._world_size == 1:
-            steps = steps_of_exchanged(items, grad_accumulation, 0, lambda mine: [mine])
         else:
-            assert self._exchange_ints is not None  # __init__ has checked it
             steps = steps_of_exchanged(items, grad_accumulation, self._rank, self._exchange_ints)
         any_step = skip_steps > 0
         for step in steps:
@@ -195,12 +185,12 @@ class TrainFeed:
                 "iterator can be read only once: pass an object whose __iter__ starts from the beginning each epoch."
             )
 
-    def _checked(self, items: Iterator[tuple[Any, Any]], exchange_ints: ExchangeInts) -> Iterator[tuple[Any, Any]]:
+    def _checked(self, items: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield the items after checking that all ranks read the same order (by at most one exchange per epoch)."""
         first = list(islice(items, 1))
         digest = self._source.order_digest
         if digest is not None:
-            loaders.check_orders(exchange_ints([digest]), self._users_loader, self._name)
+            loaders.check_orders(self._exchange_ints([digest]), self._users_loader, self._name)
         yield from first
         yield from items
 

@@ -92,11 +92,16 @@ def is_distributed(loader: Any) -> bool:
     return bool(is_split(loader) or is_split(getattr(loader, "dataset", None)))
 
 
+def index_sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the loader's source of indices: its batch sampler, or its sampler if there is no batch sampler."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
 def plain_batches(loader: Any) -> BatchSampler | None:
     """Return the loader's batch sampler if it only cuts a sampler's order into batches."""
     if not isinstance(loader, DataLoader) or is_stream(loader):
         return None
-    index_sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    index_sampler = index_sampler_of(loader)
     return index_sampler if type(index_sampler) is BatchSampler or cuts_batches(index_sampler) else None
 
 
@@ -243,7 +248,7 @@ def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:
             f"or Python. If {kind} splits its samples over ranks itself, set {kind}.is_distributed = True. If only "
             "random changes of the samples differ, set it to False."
         )
-    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler = index_sampler_of(loader)
     raise ConfigurationError(
         f"{name}: {type(getattr(sampler, 'sampler', sampler)).__name__} yields a different order on each rank, so its "
         "samples can't be split over ranks. Make it draw from the global generators of torch, numpy or Python, or from "

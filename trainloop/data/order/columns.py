@@ -11,8 +11,6 @@ from torch import Tensor
 from trainloop._support.nested import map_parts, parts_of
 from trainloop._support.sharding import shard_size
 from trainloop._support.signals import started
-from trainloop.data.batch.randomness import IsolatedRandomState, isolated_iter
-from trainloop.data.batch.starting import start_reading
 from trainloop.errors import ConfigurationError
 
 
@@ -108,18 +106,6 @@ class SplitBatches:
         sizes = self.sizes(columns, world_size)
         start = sum(sizes[:rank])
         return _narrowed(batch, self.dim, slice(start, start + sizes[rank]))
-
-
-def read_columns(loader: SplitBatches, isolated: IsolatedRandomState | None, name: str) -> Iterator[tuple[int, Any]]:
-    """Yield ``(columns, batch)`` for each batch of a pass, drawn inside ``isolated`` unless it is None."""
-    if isolated is None:
-        batches = start_reading(loader, name)
-    else:
-        with isolated:
-            batches = start_reading(loader, name)
-        batches = isolated_iter(batches, isolated)
-    for batch in batches:
-        yield loader.columns(batch), batch
 
 
 def _axis(part: Any, dim: int) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import RandomSampler, SequentialSampler
 
+from trainloop._support.keywords import why_not
 from trainloop._support.nested import packed, unpacked
 from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import IdentityOrder, Order, PermutedOrder
@@ -169,16 +169,8 @@ def has_state(thing: Any) -> bool:
     if thing is None or isinstance(thing, (type, nn.Module)):
         return False
     save, load = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
-    if not callable(save) or not callable(load):
-        return False
-    try:
-        # Mosaic's and litdata's methods require the number of samples yielded, which only their own loader knows.
-        inspect.signature(save).bind()
-    except TypeError:
-        return False
-    except ValueError:  # the method has no signature
-        pass
-    return True
+    # Mosaic's and litdata's methods require the number of samples yielded, which only their own loader knows.
+    return callable(save) and callable(load) and not why_not(save)
 
 
 def _without_arrays(state: Any) -> Any:

@@ -33,21 +33,18 @@ from trainloop.data.source.tensors import TensorRows, draw_base_seed
 _END: Any = object()
 
 
-def index_sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return the loader's source of indices: its batch sampler, or its sampler if there is no batch sampler."""
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-
-
 def presharded_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int | None) -> RankShard:
     """Return the shard of a loader that is already split over ranks: everything that the loader yields."""
     plain = loaders.plain_batches(loader)
     equal = plain is not None and type(plain.sampler) is DistributedSampler
-    return PreshardedShard(index_sampler_of(loader), rank=rank, world_size=world_size, seed=seed, equal_sizes=equal)
+    return PreshardedShard(
+        loaders.index_sampler_of(loader), rank=rank, world_size=world_size, seed=seed, equal_sizes=equal
+    )
 
 
 def train_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int) -> RankShard:
     """Return a rank's shard of every global batch: samples, or whole batches if the sampler yields batches."""
-    plain, index_sampler = loaders.plain_batches(loader), index_sampler_of(loader)
+    plain, index_sampler = loaders.plain_batches(loader), loaders.index_sampler_of(loader)
     # batch_size=None, and an index refers to an element that is a batch.
     scalar = loader.batch_sampler is None and plain is None
     shard: ShardSampler | BatchShardSampler
@@ -70,7 +67,7 @@ def train_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int) 
 def eval_shard(loader: DataLoader[Any], rank: int, world_size: int, seed: int | None) -> RankShard:
     """Return a rank's shard of the batches that one process would see, as whole batches."""
     num_samples = length_of(loader.dataset)
-    return WholeBatches(index_sampler_of(loader), num_samples, rank=rank, world_size=world_size, seed=seed)
+    return WholeBatches(loaders.index_sampler_of(loader), num_samples, rank=rank, world_size=world_size, seed=seed)
 
 
 class Indexed(Source):
@@ -121,7 +118,7 @@ class Indexed(Source):
             self.num_samples: int | None = sum(shard.num_taken for shard in shards)
             self.global_batch_size: int | None = plan.batch_size * world_size
         else:
-            length = length_of(index_sampler_of(loader))
+            length = length_of(loaders.index_sampler_of(loader))
             self.num_batches = None if length is None else length if presharded else shard_size(length, 0, world_size)
         if plain is not None:
             self.global_batch_size = plain.batch_size * world_size

@@ -35,7 +35,7 @@ from trainloop.data.batch.starting import start_reading
 from trainloop.data.batch.stops import slipped_out
 from trainloop.data.loader import libraries, loaders
 from trainloop.data.loader.loader_copies import copy_loader
-from trainloop.data.order.columns import SplitBatches, read_columns
+from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import digest_of, length_of, rest_of
 from trainloop.data.order.samplers import RankSizes
 from trainloop.data.source.tensors import TensorRows, draw_base_seed, loader_batches, loads_batches_here
@@ -456,6 +456,11 @@ class Columns(Source):
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         # The random state is the same on all ranks, because they must read the same batches.
         isolated = None if self._seed is None else IsolatedRandomState(derive_seed(self._seed, epoch))
-        for columns, batch in islice(read_columns(self.loader, isolated, self._name), first_batch, None):
+        with isolated or nullcontext():
+            batches = start_reading(self.loader, self._name)
+        if isolated is not None:
+            batches = isolated_iter(batches, isolated)
+        for batch in islice(batches, first_batch, None):
+            columns = self.loader.columns(batch)
             sizes = self.loader.sizes(columns, self._world_size)
             yield sizes, self.loader.part(batch, columns, self._rank, self._world_size)

@@ -8,13 +8,10 @@ position continues across epochs.
 from __future__ import annotations
 
 import pickle
-import random
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop._support import rng
@@ -50,14 +47,6 @@ def holder_of(loader: Any) -> Any:
         # draws.
         return loader if dataset is not None or not libraries.is_torchdata(loader) else None
     return dataset if loader.num_workers == 0 else None
-
-
-def drawn() -> tuple[Any, ...]:
-    """Return a value that changes when something is drawn from the CPU's global generators."""
-    numpy_state: Any = np.random.get_state(legacy=False)
-    key, pos = numpy_state["state"]["key"].tobytes(), numpy_state["state"]["pos"]
-    torch_state = torch.default_generator.get_state().numpy().tobytes()
-    return random.getstate(), key, pos, numpy_state["has_gauss"], torch_state
 
 
 class InProcess:
@@ -137,12 +126,12 @@ class InProcess:
 
     def _counted(self, batches: Iterator[T]) -> Iterator[T]:
         while True:
-            before = None if self._draws or not self._begun else drawn()
+            before = None if self._draws or not self._begun else rng.read(devices=False)
             try:
                 batch = next(batches)
             except StopIteration:
                 break
-            self._draws = self._draws or (before is not None and drawn() != before)
+            self._draws = self._draws or (before is not None and rng.drew(before, devices=False))
             self._begun = True
             self._count += 1
             yield batch
@@ -161,7 +150,7 @@ class Place:
         self._worker = worker
         self._draws_each = self._restarts = False
         self._draws: dict[str, Any] | None = None
-        self._at_first: tuple[Any, ...] | None = None
+        self._at_first: rng.States | None = None
         self.group = 0
         """Index of the first global batch of this pass."""
         self.begun = self.ended = False
@@ -177,8 +166,8 @@ class Place:
         self.group, self.waits, self._draws = state["group"], state["waits"], state["rng"]
         self._restarts = state["begins"]
         self._draws_each = self._draws is not None
-        if self._worker is not None:
-            self._worker.note(state["asked"])
+        if self._worker is not None and state["asked"]:
+            self._worker.asked = True
 
     def read(self, stream: Callable[[dict[str, Any] | None], Iterator[T]], *, at_end: bool) -> Iterator[T]:
         """Yield the samples of ``stream(draws)``, where ``draws`` is the random state for the first sample, or None.
@@ -190,7 +179,7 @@ class Place:
             if not self.begun:
                 self.begun = True
                 if not self._draws_each:
-                    self._at_first = drawn()
+                    self._at_first = rng.read(devices=False)
             yield sample
 
     def saved(self, group: int) -> tuple[int, bytes]:
@@ -200,7 +189,9 @@ class Place:
         tensors through files.
         """
         reads = self.begun and not self.ended
-        self._draws_each = self._draws_each or (reads and drawn() != self._at_first)
+        if reads and not self._draws_each:
+            assert self._at_first is not None  # read() has set it
+            self._draws_each = rng.drew(self._at_first, devices=False)
         place: dict[str, Any] = {
             "group": group,
             "asked": self._worker is not None and self._worker.asked,
@@ -211,7 +202,7 @@ class Place:
             data = pickle.dumps({**place, "own": packed(self._dataset.state_dict())})
         except Exception as error:  # a user's __reduce__ may raise anything; state() reports it
             data = pickle.dumps({**place, "own": None, "error": f"{type(error).__name__}: {error}"})
-        return 0 if self._worker is None else self._worker.id_unasked, data
+        return 0 if self._worker is None else self._worker.info.id, data
 
 
 class StreamPlaces:

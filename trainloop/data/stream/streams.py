@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from copy import copy
 from itertools import chain, islice
 from types import FrameType
 from typing import Any
@@ -55,8 +56,8 @@ class StreamPart:
         # torch's function for nested containers; not public up to 2.13.
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        part = StreamPart(pin_memory(self.batch, *args), self.size, self.place, self.is_turn)
-        part.repeated, part.digest = self.repeated, self.digest
+        part = copy(self)
+        part.batch = pin_memory(self.batch, *args)
         return part
 
 
@@ -118,7 +119,7 @@ class StreamShard(IterableDataset[Any]):
         worker = _WatchedWorkerInfo.current()
         if _EpochSeed.seed is not None and worker is not None:
             # A persistent worker serves many epochs, each of which starts from a separate seed.
-            seed_cpu(derive_seed(_EpochSeed.seed, worker.id_unasked))
+            seed_cpu(derive_seed(_EpochSeed.seed, worker.info.id))
         size = (self.batch_size or 1) * self.world_size
         group_index = 0
         mine: list[Any] = []
@@ -127,7 +128,7 @@ class StreamShard(IterableDataset[Any]):
         if place is None:
             samples = self._stream(None)
         else:
-            loaded = self.places.pop(0 if worker is None else worker.id_unasked, None)
+            loaded = self.places.pop(0 if worker is None else worker.info.id, None)
             if loaded is not None:
                 place.load(loaded)
             at_end, self._at_end = self._at_end, place.ended
@@ -305,37 +306,24 @@ class _WatchedWorkerInfo:
     """A worker's info that records if the dataset reads the worker's number."""
 
     def __init__(self, info: Any) -> None:
-        self.__dict__["_info"] = info
-        self.__dict__["_asked"] = False
+        self.info = info
+        """The worker's own info, which may be read without a record."""
+        self.asked = False
+        """True if the dataset has read the worker's number, in this run or in an earlier one."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("id", "num_workers"):
-            self.__dict__["_asked"] = True
-        return getattr(self.__dict__["_info"], name)
-
-    @property
-    def id_unasked(self) -> int:
-        """The worker's id, without recording that it was read."""
-        return int(self.__dict__["_info"].id)
-
-    def note(self, asked: bool) -> None:
-        """If ``asked`` is True, record that the dataset has read the number in an earlier run."""
-        self.__dict__["_asked"] = asked or self.asked
-
-    @property
-    def asked(self) -> bool:
-        """True if the dataset has read the worker's number."""
-        return bool(self.__dict__["_asked"])
+            self.asked = True
+        return getattr(self.__dict__["info"], name)
 
     @property
     def repeats(self) -> bool:
         """True if there are other workers, and the dataset has not asked which one this is."""
-        return not self.asked and self.__dict__["_info"].num_workers > 1
+        return not self.asked and self.info.num_workers > 1
 
     def takes(self, group_index: int) -> bool:
         """Return True if this worker yields the global batch ``group_index`` of its stream."""
-        info = self.__dict__["_info"]
-        return self.__dict__["_asked"] or group_index % info.num_workers == info.id
+        return self.asked or group_index % self.info.num_workers == self.info.id
 
     @staticmethod
     def current() -> _WatchedWorkerInfo | None:

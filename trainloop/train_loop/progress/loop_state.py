@@ -411,7 +411,7 @@ class LoopState:
         accumulation = grad_accumulation or self.grad_accumulation
         ranks = self.world_size if self.running is not None else self.run_config.num_ranks
         # This feed only computes the number; it is never read.
-        feed = TrainFeed(self.train_loader, world_size=ranks, seed=0, exchange_ints=lambda values: [values] * ranks)
+        feed = TrainFeed(self.train_loader, world_size=ranks, seed=0)
         if feed.num_batches is None:
             return -(-iterations // accumulation) if iterations else None
         rest = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from trainloop._support.nested import parts_of, paths_of
 from trainloop.devices import has_ranks
@@ -84,8 +86,9 @@ class Placement:
         if isinstance(before, TTDistributedDataParallel):
             before.release()
             hooks = comm_hooks_of(before)
-        # The ranks' weights are already equal, so DDP need not send rank 0's.
-        self.wrapper = self.wrap(init_sync=False)
+        # The ranks' weights are already equal, so DDP need not send rank 0's. (torch 2.6 always sends them.)
+        knows = "init_sync" in inspect.signature(DistributedDataParallel.__init__).parameters
+        self.wrapper = self.wrap(**({"init_sync": False} if knows else {}))
         for hook, state in hooks:
             self.wrapper.register_comm_hook(state, hook)
 

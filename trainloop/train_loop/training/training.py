@@ -43,7 +43,7 @@ from trainloop.data.loader.loaders import tell_epoch
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
 from trainloop.optim import drop_gradients, trained_modules
-from trainloop.parallel.misuse import explain_outside, is_compiled, refuse_exchanges
+from trainloop.parallel.misuse import is_compiled, refuse_exchanges
 from trainloop.train_loop.arguments.checks import check_loader
 from trainloop.train_loop.arguments.options import End, FitJob
 from trainloop.train_loop.progress.ending import described_ends, described_signals, has_work_at_end
@@ -209,8 +209,6 @@ class Training(Run):
             if self.between_epochs and isinstance(exception, Exception):
                 self._rescue(exception)
             self._notify_exception(exception)
-            if self.place.collective:
-                explain_outside(exception)
             raise
         finally:
             display.end_epoch()
