@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 OLDEST_TORCH = (2, 6)
-TESTS = ("tests/unit", "tests/ranks/test_parity.py", "tests/ranks/test_launch.py", "tests/ranks/test_start_methods.py")
+TESTS = ("tests/unit", "tests/ranks", "-m", "not slow and not hosts and not ecosystem")  # the long ones, too
 HEAD = ("Python", "PyTorch", "tests", "result")
 
 
