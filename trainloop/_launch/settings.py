@@ -191,7 +191,7 @@ def _read_start_method() -> str:
 def _read_default_device() -> str | None:
     try:
         kind: str = torch.get_default_device().type
-    except AttributeError:  # PyTorch 2.6 after set_default_device(None)
+    except AttributeError:  # PyTorch 2.6 and 2.7 after set_default_device(None)
         return None
     # Leave out the index: in a rank, 'cuda' is the rank's own GPU.
     return None if kind == "cpu" else kind
