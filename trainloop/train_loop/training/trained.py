@@ -161,6 +161,15 @@ class TrainedParameters:
             self.meet()
         if late or self._beside:
             reduce_gradients([*self._beside.values(), *late])
+        if self._beside and not self._unused_warned:
+            self._unused_warned = True
+            unused = [name for name, p in self._beside.items() if p.requires_grad and p.grad is None]
+            if unused and distributed.is_global_zero():
+                warn_or_print(
+                    f"{described_names(unused)}, which the model does not have, got no gradient in the first step. If "
+                    "get_loss reads a parameter from a global of another module, that is not the optimizer's in ranks, "
+                    "where the module is imported again: make it an attribute of the model or the criterion."
+                )
 
     def check_same_weights(
         self,
@@ -245,6 +254,7 @@ class TrainedParameters:
 
     _buffers_warned = False
     _callbacks_warned = False
+    _unused_warned = False
 
     def _warn_of_buffers(self, names: list[str], sums: list[int]) -> None:
         """Warn, on rank 0, about buffers that differ between ranks. Collective."""
