@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from trainloop._support.forks import guard_forks
 from trainloop._support.keywords import refuses_unknown
@@ -38,6 +39,7 @@ from trainloop.parallel.transparent import (
 )
 from trainloop.parallel.undoing import (
     can_undo,
+    check_cpu,
     drop_gathered_gradients,
     parameter_groups,
     reduce_late_gradients,
@@ -210,6 +212,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         units = [*units_of(module, shard), ("", self)]
         mesh = _mesh(module, mesh, replicas)
         device = _device_of(mesh)
+        if device.type == "cpu":
+            check_cpu()
         self._tt_mesh = mesh
         self._tt_units: list[tuple[str, Any]] = units
         self._tt_watched: WatchedForwards | None = None
@@ -262,6 +266,10 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             self._tt_hooks.append(p.register_post_accumulate_grad_hook(self._average))
             p.requires_grad_(trains)
         self._become_transparent()
+        if torch.__version__ < TorchVersion("2.11"):
+            # The first pass gives padded shards other memory (2.7 does, 2.11 does not). A callback that has found them
+            # before it, such as an average of the weights, would read the initial values from then on.
+            self._begin()
 
     # -- forward -----------------------------------------------------------------------------------------------------
 

@@ -233,7 +233,7 @@ def clip_gradients(
     parameters, norm_type = list(parameters), float(norm_type)  # torch accepts 'inf', too
     gradients = [p.grad for p in parameters if p.grad is not None]
     sharded = sum(map(is_sharded, gradients))
-    if not sharded or (sharded == len(gradients) and norm_type == 2):
+    if not sharded:
         nn.utils.clip_grad_norm_(parameters, most, norm_type, error_if_nonfinite, **others)
         return
     norms = norms_over_ranks(gradients, norm_type)

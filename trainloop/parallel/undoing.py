@@ -13,14 +13,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from trainloop._support.nested import tensors_of
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import MARKS
 
-__all__ = ["can_undo", "drop_gathered_gradients", "parameter_groups", "reduce_late_gradients", "undo_fully_shard"]
+__all__ = [
+    "can_undo",
+    "check_cpu",
+    "drop_gathered_gradients",
+    "parameter_groups",
+    "reduce_late_gradients",
+    "undo_fully_shard",
+]
 
 
+_ON_CPU = "2.11"  # the first torch that is known to train on the CPU by fully_shard
 _NEEDED = {
     "torch.distributed._composable_state": ("_module_state_mapping",),
     "torch.distributed._composable.contract": ("REGISTRY_KEY", "STATE_KEY"),
@@ -49,6 +58,23 @@ def can_undo() -> None:
         raise ConfigurationError(
             f"gpu_mode='fsdp' with torch {torch.__version__}: {missing}, which is needed to undo the sharding. Install "
             "torch 2.6 to 2.15, or use gpu_mode='ddp'."
+        )
+
+
+def check_cpu() -> None:
+    """Check that ``fully_shard`` of this torch trains on the CPU.
+
+    Torch 2.6 does not support it. Torch 2.7 and 2.8 add up float32 gradients instead of averaging them: their Gloo
+    computes the sum where it is asked for the average. (2.9 and 2.10 were not tried.)
+
+    Raises
+    ------
+    ConfigurationError
+    """
+    if torch.__version__ < TorchVersion(_ON_CPU):
+        raise ConfigurationError(
+            f"gpu_mode='fsdp' on the CPU: PyTorch {torch.__version__} supports it on GPUs only. Install PyTorch "
+            f"{_ON_CPU} or newer, or use gpu_mode='ddp'."
         )
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.torch_version import TorchVersion
 
 from trainloop._launch import rank_from_launcher
 from trainloop._support.user_line import warn
 from trainloop.devices import has_ranks, is_all, resolve_mode, whole_number
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
+from trainloop.parallel.undoing import check_cpu
 from trainloop.train_loop.arguments.checks import short
 from trainloop.train_loop.arguments.devices import requested
 from trainloop.train_loop.arguments.options import Options
@@ -67,11 +67,8 @@ def run_config_of(
     if sys.platform == "win32" and (mode == "fsdp" or num_nodes > 1):
         what = "gpu_mode='fsdp'" if mode == "fsdp" else f"num_nodes={num_nodes}"
         raise ConfigurationError(f"{what} does not work on Windows. Use gpu_mode='ddp' on one host, or WSL2 or Linux.")
-    if mode == "fsdp" and devices[0].type == "cpu" and torch.__version__ < TorchVersion("2.7"):
-        raise ConfigurationError(
-            f"gpu_mode='fsdp' on the CPU: PyTorch {torch.__version__} supports it on GPUs only. Install PyTorch 2.7 or "
-            "newer, or use gpu_mode='ddp'."
-        )
+    if mode == "fsdp" and devices[0].type == "cpu":
+        check_cpu()
     return RunConfig(mode, devices, num_nodes)
 
 
