@@ -143,7 +143,10 @@ def adds_samples(loss: Tensor) -> bool:
 def _keeps_a_sum(node: Any) -> bool:
     """Return True for a product with a number; a small number, such as ``1 / len(x)``, makes a mean of a sum."""
     other = getattr(node, "_saved_other", None) if node.name().startswith("MulBackward") else None
-    return isinstance(other, Tensor) and other.is_cpu and other.numel() == 1 and abs(float(other.detach())) >= 0.5
+    if not isinstance(other, Tensor) or not other.is_cpu or other.ndim:
+        return False
+    # Not float(other): autograd saves a plain number as a tensor that a TorchDispatchMode gets as a number.
+    return abs(other.tolist()) >= 0.5
 
 
 def _is_of_scalar(node: Any) -> bool:
