@@ -146,7 +146,8 @@ def _keeps_a_sum(node: Any) -> bool:
     if not isinstance(other, Tensor) or not other.is_cpu or other.ndim:
         return False
     # Not float(other): autograd saves a plain number as a tensor that a TorchDispatchMode gets as a number.
-    return abs(other.tolist()) >= 0.5
+    number: Any = other.tolist()
+    return abs(number) >= 0.5
 
 
 def _is_of_scalar(node: Any) -> bool:

@@ -387,9 +387,9 @@ class Gradients:
                 parameter.grad = divided if parameter.grad is None else parameter.grad + divided
             part.gradients.clear()
 
-    def backward_into(self, backward: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
-        """Call ``backward(inputs=...)`` for one optimizer's parameters; other parameters keep their gradients."""
-        own = [p for p in parameters_of(optimizer) if p.requires_grad]
+    def backward_into(self, backward: Callable[..., None], *optimizers: torch.optim.Optimizer) -> None:
+        """Call ``backward(inputs=...)`` for parameters of these optimizers; other parameters keep their gradients."""
+        own = [p for optimizer in optimizers for p in parameters_of(optimizer) if p.requires_grad]
         if not self._place.collective:
             backward(inputs=own)
             return
