@@ -356,7 +356,7 @@ class WatchedTensors:
         for (path, name), (tensor, version) in self._before.items():
             own = [getattr(part.get(path), name, None) for part in parts]
             is_buffer = name in self._module.get_submodule(path)._buffers
-            replaced = is_buffer and isinstance(own[0], Tensor) and _place_of(own[0]) != _place_of(tensor)
+            replaced = isinstance(own[0], Tensor) and _place_of(own[0]) != _place_of(tensor)
             if not replaced and tensor._version == version:
                 continue
             first: Any = own[0]
