@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from operator import is_
 from typing import Any
 
 import torch
@@ -241,7 +240,7 @@ class Gradients:
     def refuse_own_backward(self, before: list[Tensor | None]) -> None:
         """Raise an error if ``get_loss`` has changed gradients, which :meth:`now` returned before the call."""
         after = self.now()
-        if len(before) == len(after) and all(map(is_, before, after)):
+        if len(before) == len(after) and all(map(_is_same, before, after)):
             return
         raise ConfigurationError(
             "get_loss changes the gradients of parameters, by backward() or zero_grad(). The loop can't weigh such "
@@ -510,6 +509,13 @@ class Gradients:
         if len(optimizers) > 1:  # update() adds the others' values to the first tensor
             self._run.loop.progress.found_inf = [found.clone() for found in self._run.loop.progress.found_inf]
         scaler.update()
+
+
+def _is_same(before: Tensor | None, after: Tensor | None) -> bool:
+    """Return True for the same gradient, also if DDP has moved it into a bucket."""
+    if before is after or before is None or after is None:
+        return before is after
+    return before.layout is after.layout is torch.strided and not is_sharded(before) and torch.equal(before, after)
 
 
 class _Converted:
