@@ -231,6 +231,18 @@ class PastTheUnit(Tower):
         return self.blocks[0].up(self.words(batch_data[0]).mean(1)).square().mean()
 
 
+class Clamps(Tower):
+    """Its weights leave the range only later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bias.data.clamp_(-1.0, 1.0)
+        return super().forward(x)
+
+
 class Ascends(torch.optim.Optimizer):
     """Sharpness-aware minimisation, which puts the weights back by assigning ``p.data``."""
 
@@ -316,7 +328,7 @@ class Skipping(Small):
 LOST = r"bias is changed during the forward pass.*on_after_optimizer_step"
 CONSTANT = r"get_loss returned a loss that does not depend on the model's parameters.*output.sum\(\) \* 0"
 OUTSIDE = r"used outside of the forward of its block.*weight_decay.*'shard'"
-REFUSED = {Momentum: LOST, ByData: LOST, Anew: LOST, Penalized: OUTSIDE, PastTheUnit: OUTSIDE}
+REFUSED = {Momentum: LOST, ByData: LOST, Anew: LOST, Clamps: LOST, Penalized: OUTSIDE, PastTheUnit: OUTSIDE}
 REFUSED[Solved] = r"Adjoint, an autograd.Function, is called with blocks.2.up.weight, .* Shard the model as one unit"
 REFUSED[Balanced] = REFUSED[BackwardByInputs] = r"a gradient is requested for blocks.0.up.weight, of which .* a shard"
 REFUSED[Skipping] = CONSTANT
