@@ -136,7 +136,7 @@ def test_one_loss_steps_several_optimizers(mode: str, max_norm: float | None) ->
     tl.fit(num_epochs=2, grad_accumulation=5 if mode == "accumulated" else 1)
     discrepancy_by_hand(theirs, DataLoader(points(45), batch_size=20), 2, max_norm)
     assert reference.largest_difference(ours, theirs) <= (0.0 if mode == "single" else 1e-12)
-    assert set(tl.history) == {"loss", "loss_generator+first+second", "loss_first+second", "loss_generator"}
+    assert set(tl.history) == {"loss", "loss_generator_and_first_and_second", "loss_first_and_second", "loss_generator"}
 
 
 def test_an_unknown_one_of_several_optimizers_is_named() -> None:

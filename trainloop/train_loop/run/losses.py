@@ -269,7 +269,7 @@ def joined_losses(losses: Sequence[Yielded], size: int) -> BatchLoss:
     groups: dict[str | None, list[Tensor]] = {}
     weights: dict[str | None, Any] = {}
     for which, read in losses:
-        optimizer = "+".join(map(str, which)) if isinstance(which, tuple) else None if which is None else str(which)
+        optimizer = "_and_".join(map(str, which)) if isinstance(which, tuple) else None if which is None else str(which)
         groups.setdefault(optimizer, []).append(read.loss.reshape(()))
         if read.units is not None:
             weights.setdefault(optimizer, read.units)
