@@ -171,9 +171,13 @@ def fitted(value: Any, like: Any) -> Any:
 def empty_buffers(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, nn.Module]:
     """Return the saved buffers that are still None here, and their modules: ``get_loss`` or ``forward`` fills them."""
     modules = dict(module.named_modules(remove_duplicate=False))
-    split = {name: name.rpartition(".") for name in saved}
-    owners = {name: modules[path] for name, (path, _, _) in split.items() if path in modules}
-    return {name: owner for name, owner in owners.items() if owner._buffers.get(split[name][2], owner) is None}
+    found = {}
+    for name in saved:
+        path, _, leaf = name.rpartition(".")
+        owner = modules.get(path)
+        if owner is not None and leaf in owner._buffers and owner._buffers[leaf] is None:
+            found[name] = owner
+    return found
 
 
 def fill_empty_buffers(module: nn.Module, saved: Mapping[str, Any], device: torch.device) -> None:

@@ -939,3 +939,18 @@ def test_a_checkpoint_with_a_tensor_that_is_no_buffer_here_is_refused(tmp_path: 
     centred_loop(Centred()).fit(1, callbacks=[ModelCheckpoint(tmp_path)])
     with pytest.raises(CheckpointError, match="centre is not in the model"):
         centred_loop(Plain()).fit(2, resume_from=next(tmp_path.glob("*step=*")))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_with_a_scripted_part_is_resumed(tmp_path: Path) -> None:
+    def model() -> Centred:
+        torch.manual_seed(0)
+        model = Centred()
+        model.fc = torch.jit.script(nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)))
+        return model
+
+    whole, resumed = model(), model()
+    centred_loop(whole).fit(2, callbacks=[ModelCheckpoint(tmp_path)])
+    first = min(tmp_path.glob("*step=*"))
+    centred_loop(resumed).fit(2, resume_from=first, callbacks=[ModelCheckpoint(tmp_path / "resumed")])
+    assert same(whole.state_dict(), resumed.state_dict())
