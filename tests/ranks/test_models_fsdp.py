@@ -37,6 +37,16 @@ class Small(Tower):
         self.blocks = nn.ModuleList([self.blocks[0], Scaled(5), Scaled(5)])
 
 
+class ChangesOthers(Tower):
+    """Changes tensors of all layouts in place, but none of its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        for other in (parts, torch.eye(2).to_sparse(), torch.empty(5, device="meta"), torch.empty(0)):
+            other.mul_(2.0)
+        return super().forward(x).clone().mul_(2.0)
+
+
 class Seen(Tower):
     """Keeps views of its weights: one of its own, and one that ``spectral_norm`` makes."""
 
@@ -139,6 +149,7 @@ EQUAL: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
     "recomputed blocks": (Recomputed, list),
     "mixed norms of another order": (Small, lambda: [GradientClipping(0.1, max_value=0.05, norm_type=3)]),
     "views of weights": (Seen, list),
+    "other tensors changed in place": (ChangesOthers, list),
     "a backward within the forward": (Adversarial, list),
     "flags set in the loss": (Sampled, list),
     "modules added": (Tower, lambda: [Adapting()]),

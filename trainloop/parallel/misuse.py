@@ -553,7 +553,7 @@ class WatchedForwards:
 
     def _refuse_data(self, tensor: Tensor) -> None:
         """Raise an error for an operation on a gathered ``p.data``: it may change values in later forwards only."""
-        if is_sharded(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+        if is_sharded(tensor) or tensor.is_nested or tensor.layout is not torch.strided or not tensor.numel():
             return
         for seen in (seen for unit in self._seen.values() for seen in unit):
             if tensor.shape == seen.parameter.shape and tensor.data_ptr() == seen.address:
