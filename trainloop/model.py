@@ -84,8 +84,8 @@ class TTModel(nn.Module, ABC):
         ------
         tuple of (name or index, loss), or loss
             A method written as a generator yields losses in the order of their steps. After each ``yield``, the named
-            optimizer has stepped, and the code that follows uses the new weights. A loss is a Tensor or ``(Tensor,
-            weight)``. If there is only one optimizer, the loss needs no name.
+            optimizer (or each of several, in a tuple) has stepped, and the code that follows uses the new weights. A
+            loss is a Tensor or ``(Tensor, weight)``. If there is only one optimizer, the loss needs no name.
         """
 
     def get_loss_eval(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:

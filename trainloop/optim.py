@@ -323,6 +323,15 @@ def _with_weight(name: str, loss: Any) -> Tensor:
     return attach_divisor(loss, weight)
 
 
+def split_yielded(item: Any) -> tuple[int | str | tuple[int | str, ...] | None, Any]:
+    """Split what ``get_loss`` yields into the loss's optimizer (or several), which may be left out, and the loss."""
+    if isinstance(item, tuple) and len(item) == 2:
+        names = item[0] if isinstance(item[0], (tuple, list)) else item[:1]
+        if names and all(isinstance(name, (str, int)) for name in names):
+            return names[0] if len(names) == 1 else tuple(names), item[1]
+    return None, item
+
+
 def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
     return ", ".join(map(repr, names))
 

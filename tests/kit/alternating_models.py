@@ -149,3 +149,49 @@ def wgan_by_hand(model: WGAN, loader: Any, epochs: int, max_norm: float | None =
                 if max_norm is not None:
                     nn.utils.clip_grad_norm_(getattr(model, name).parameters(), max_norm)
                 optimizers[name].step()
+
+
+class Discrepancy(TTModel):
+    """Maximum classifier discrepancy: three optimizers step on one loss, two on the next one, and one on the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Linear(6, 5)
+        self.first, self.second = nn.Linear(5, 1), nn.Linear(5, 1)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Iterator[Any]:
+        real = batch_data[0]
+        yield ("generator", "first", "second"), self.fits(real)
+        yield ("first", "second"), self.fits(real) - self.differ(real)
+        yield "generator", self.differ(real)
+
+    def fits(self, x: Tensor) -> Tensor:
+        seen = self.generator(x).tanh()
+        return (self.first(seen) - x[:, :1]).square().mean() + (self.second(seen) - x[:, :1]).square().mean()
+
+    def differ(self, x: Tensor) -> Tensor:
+        seen = self.generator(-x).tanh()
+        return (self.first(seen) - self.second(seen)).abs().mean()
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return self.first(self.generator(batch_data[0]).tanh()), batch_data[0], {}
+
+
+def discrepancy_optimizers(model: Discrepancy) -> MultiOptimizer:
+    names = ("generator", "first", "second")
+    return MultiOptimizer({name: optim.Adam(getattr(model, name).parameters(), lr=0.02) for name in names})
+
+
+def discrepancy_by_hand(model: Discrepancy, loader: Any, epochs: int, max_norm: float | None = None) -> None:
+    optimizers = discrepancy_optimizers(model)
+    for _ in range(epochs):
+        for batch in loader:
+            for which, loss in model.get_loss(batch, None, torch.device("cpu")):
+                names = which if isinstance(which, tuple) else (which,)
+                optimizers.zero_grad()
+                loss.backward()
+                if max_norm is not None:
+                    own = [p for name in names for p in getattr(model, name).parameters()]
+                    nn.utils.clip_grad_norm_(own, max_norm)
+                for name in names:
+                    optimizers[name].step()

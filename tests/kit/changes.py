@@ -176,6 +176,10 @@ def data_of_parameter(loop: Any) -> None:
     loop.model.head.weight.data = loop.model.head.weight.data * 0.5
 
 
+def scaled_data(loop: Any) -> None:
+    loop.model.head.weight.data *= 0.5
+
+
 def from_vector(loop: Any) -> None:
     vector = nn.utils.parameters_to_vector(loop.model.parameters())
     nn.utils.vector_to_parameters(vector * 0.9, loop.model.parameters())
@@ -248,7 +252,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
         *(new_loader, new_validation, longer, attribute_of_dataset, tensors, in_place, indices, indices_in_place),
         *(batch_size, collate, weights, num_samples, optimizer, rate, criterion, criterion_of_sums, reduction),
         criterion_with_tensors,
-        *(data_of_parameter, from_vector, copied, frozen, added_parameter, removed_parameter, enlarged),
+        *(data_of_parameter, scaled_data, from_vector, copied, frozen, added_parameter, removed_parameter, enlarged),
         *(replaced_module, pruned, parametrized, hooked, attribute_of_model, clipped, accumulated),
     )
 }

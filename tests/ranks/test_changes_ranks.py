@@ -68,6 +68,7 @@ def check(change: str, mode: str, moment: str) -> None:
         ("criterion_of_sums", "ddp", "on_batch_end"),
         ("optimizer", "fsdp", "on_epoch_end"),
         ("data_of_parameter", "fsdp", "on_batch_begin"),
+        ("scaled_data", "fsdp", "on_batch_begin"),
     ],
 )
 def test_a_change_in_ranks_has_its_effect_and_comes_back(change: str, mode: str, moment: str) -> None:

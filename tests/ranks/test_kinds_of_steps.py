@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from kit import reference
-from kit.alternating_models import WGAN, points, wgan_by_hand, wgan_optimizers
+from kit.alternating_models import (
+    WGAN,
+    Discrepancy,
+    discrepancy_optimizers,
+    points,
+    wgan_by_hand,
+    wgan_optimizers,
+)
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -68,6 +75,7 @@ def cases() -> dict[str, Any]:
         "alternating": (WGAN(), points(43), wgan_optimizers, None, 1),
         "alternating, accumulated": (WGAN(), points(43), wgan_optimizers, None, 2),
         "alternating, weighted": (WGAN(weighted=True), points(43), wgan_optimizers, None, 2),
+        "alternating, several optimizers": (Discrepancy(), points(43), discrepancy_optimizers, None, 2),
         "summed": (Net(), classes(43), adam, summed, 1),
         "summed, accumulated": (Net(), classes(43), adam, summed, 3),
         "summed, but divided": (Net(divided=True), classes(43), adam, summed, 2),

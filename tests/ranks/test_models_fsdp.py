@@ -37,6 +37,16 @@ class Small(Tower):
         self.blocks = nn.ModuleList([self.blocks[0], Scaled(5), Scaled(5)])
 
 
+class ChangesOthers(Tower):
+    """Changes tensors of all layouts in place, but none of its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        for other in (parts, torch.eye(2).to_sparse(), torch.empty(5, device="meta"), torch.empty(0)):
+            other.mul_(2.0)
+        return super().forward(x).clone().mul_(2.0)
+
+
 class Seen(Tower):
     """Keeps views of its weights: one of its own, and one that ``spectral_norm`` makes."""
 
@@ -139,6 +149,7 @@ EQUAL: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
     "recomputed blocks": (Recomputed, list),
     "mixed norms of another order": (Small, lambda: [GradientClipping(0.1, max_value=0.05, norm_type=3)]),
     "views of weights": (Seen, list),
+    "other tensors changed in place": (ChangesOthers, list),
     "a backward within the forward": (Adversarial, list),
     "flags set in the loss": (Sampled, list),
     "modules added": (Tower, lambda: [Adapting()]),
@@ -231,6 +242,18 @@ class PastTheUnit(Tower):
         return self.blocks[0].up(self.words(batch_data[0]).mean(1)).square().mean()
 
 
+class Clamps(Tower):
+    """Its weights leave the range only later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bias.data.clamp_(-1.0, 1.0)
+        return super().forward(x)
+
+
 class Ascends(torch.optim.Optimizer):
     """Sharpness-aware minimisation, which puts the weights back by assigning ``p.data``."""
 
@@ -316,7 +339,7 @@ class Skipping(Small):
 LOST = r"bias is changed during the forward pass.*on_after_optimizer_step"
 CONSTANT = r"get_loss returned a loss that does not depend on the model's parameters.*output.sum\(\) \* 0"
 OUTSIDE = r"used outside of the forward of its block.*weight_decay.*'shard'"
-REFUSED = {Momentum: LOST, ByData: LOST, Anew: LOST, Penalized: OUTSIDE, PastTheUnit: OUTSIDE}
+REFUSED = {Momentum: LOST, ByData: LOST, Anew: LOST, Clamps: LOST, Penalized: OUTSIDE, PastTheUnit: OUTSIDE}
 REFUSED[Solved] = r"Adjoint, an autograd.Function, is called with blocks.2.up.weight, .* Shard the model as one unit"
 REFUSED[Balanced] = REFUSED[BackwardByInputs] = r"a gradient is requested for blocks.0.up.weight, of which .* a shard"
 REFUSED[Skipping] = CONSTANT

@@ -258,3 +258,34 @@ def test_a_model_may_return_a_part_of_its_parameters() -> None:
         found[mode] = model.state_dict()
         assert torch.equal(found[mode]["body.0.weight"], Net().body[0].weight)
         torch.testing.assert_close(found[mode], found["single"], rtol=0, atol=1e-12)
+
+
+class StepsRarely(AbstractCallback):
+    """A hand-made second optimizer: the body steps at the end of an epoch, by the gradients of all its batches."""
+
+    def on_train_begin(self) -> None:
+        for p in self.train_loop_obj.model.body.parameters():
+            p.grad = torch.zeros_like(p)
+
+    def on_epoch_end(self) -> None:
+        with torch.no_grad():
+            for p in self.train_loop_obj.model.body.parameters():
+                p.sub_(0.1 * p.grad)
+                p.grad.zero_()
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*require gradients, but are in no optimizer:UserWarning")
+def test_gradients_that_a_callback_set_add_up_over_the_steps_of_an_epoch() -> None:
+    x = torch.randn(36, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    models = []
+    for mode, ranks in [("single", 1), ("ddp", 2)]:
+        model = Net()
+        loop = TrainLoop(
+            model, DataLoader(TensorDataset(x, x.argmax(1) % 3), batch_size=12 // ranks), None, None,
+            torch.optim.SGD(model.head.parameters(), lr=0.1), nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu",
+            devices=ranks, progress_bar=False,
+        )  # fmt: skip
+        loop.fit(num_epochs=2, callbacks=[StepsRarely("steps rarely")])
+        models.append(model)
+    assert reference.largest_difference(*models) < 1e-12

@@ -19,7 +19,7 @@ import io
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ __all__ = [
     "MARK",
     "STATE",
     "StoredTensor",
+    "empty_buffers",
+    "fill_empty_buffers",
     "fitted",
     "load_model",
     "narrowed",
@@ -166,9 +168,30 @@ def fitted(value: Any, like: Any) -> Any:
     return shard_like(value, like) if isinstance(value, Tensor) and is_sharded(like) else value
 
 
+def empty_buffers(module: nn.Module, saved: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Return the saved buffers that are still None here, and their modules: ``get_loss`` or ``forward`` fills them."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    found = {}
+    for name in saved:
+        path, _, leaf = name.rpartition(".")
+        owner = modules.get(path)
+        if owner is not None and leaf in owner._buffers and owner._buffers[leaf] is None:
+            found[name] = owner
+    return found
+
+
+def fill_empty_buffers(module: nn.Module, saved: Mapping[str, Any], device: torch.device) -> None:
+    """Make the :func:`empty_buffers`, so that ``load_state_dict`` gives them the saved values."""
+    for name, owner in empty_buffers(module, saved).items():
+        value = torch.empty(saved[name].shape, dtype=saved[name].dtype, device=device)
+        setattr(owner, name.rpartition(".")[2], value)
+
+
 def load_model(model: nn.Module, state: dict[str, Any]) -> None:
     """Load a checkpoint's weights into a model, which may be sharded. Excluded weights are left unchanged."""
-    current, saved = model.state_dict(), state["model"]
+    saved = state["model"]
+    fill_empty_buffers(model, saved, next((t.device for t in model.parameters()), torch.device("cpu")))
+    current = model.state_dict()
     left_out = {name: current[name] for name in state.get("left_out", {}) if name in current}
     loaded = {name: fitted(value, current.get(name)) for name, value in saved.items()}
     parameters = dict(model.named_parameters(remove_duplicate=False))

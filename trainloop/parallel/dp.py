@@ -22,7 +22,7 @@ from trainloop._support.reduction import attach_divisor, divisor_of, functional_
 from trainloop._support.user_line import warn
 from trainloop.distributed.tensors import in_replica
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, own_parameters
+from trainloop.optim import MultiLoss, own_parameters, split_yielded
 from trainloop.parallel import scatter as parts
 from trainloop.parallel.misuse import SetAttributes, WatchedTensors, explain_replica
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, copy_attributes
@@ -258,17 +258,17 @@ class TTDataParallel(Transparent, DataParallel):
             self._keep(watched, "get_loss")
             if all(item is ended for item in items):
                 return
-            named = [isinstance(item, tuple) and isinstance(item[0], (str, int)) for item in items]
-            names = {item[0] if has_name else None for item, has_name in zip(items, named, strict=True)}
+            split = [split_yielded(item) for item in items]
+            names = {name for name, _ in split}
             if len(names) > 1 or ended in items:
                 raise ConfigurationError(
                     "for the parts of one batch (one for each replica), get_loss yielded losses for different "
                     "optimizers at the same position, or different numbers of losses. Make the sequence of losses "
                     "depend only on values that are the same for all parts."
                 )
-            losses = [item[1] if has_name else item for item, has_name in zip(items, named, strict=True)]
-            loss = self._loss_of_all(losses, sizes, criterion)
-            yield (names.pop(), loss) if named[0] else loss
+            (name,) = names
+            loss = self._loss_of_all([loss for _, loss in split], sizes, criterion)
+            yield loss if name is None else (name, loss)
             _renew(replicas, _replicas(self.module, devices, sizes))
 
     def _keep(self, watched: _Watched, method: str) -> None:

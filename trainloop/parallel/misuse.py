@@ -6,9 +6,9 @@ import contextlib
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -154,11 +154,14 @@ class RefusesLostChanges(TorchFunctionMode):
     """Raise an error if code changes a part of a sharded tensor in place, but that part is a gathered copy.
 
     The change would have no effect on the shards. For a plain tensor, the same parts are views.
+
+    ``changes``, if given, is called with each other tensor before it is changed in place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, changes: Callable[[Tensor], None] | None = None) -> None:
         super().__init__()
         self._copies: dict[int, weakref.ref[Tensor]] = {}
+        self._tells = changes
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         self._refuse_change(func, args, kwargs or {})
@@ -174,6 +177,8 @@ class RefusesLostChanges(TorchFunctionMode):
         """Raise an error if a function would change such a copy in place."""
         name = _name_of(function)
         changed = [*args[:1], *(kwargs[key] for key in ("out", "tensor", "input") if key in kwargs)]
+        if self._tells is not None and _changes(name) and changed and isinstance(changed[0], Tensor):
+            self._tells(changed[0])
         if name == "__setitem__" and _is_plain_index(args[1]) and is_sharded(args[0]):
             part = args[0][args[1]]
             lost = _is_copy(part, args[0])
@@ -362,7 +367,7 @@ class WatchedTensors:
         for (path, name), (tensor, version) in self._before.items():
             own = [getattr(part.get(path), name, None) for part in parts]
             is_buffer = name in self._module.get_submodule(path)._buffers
-            replaced = is_buffer and isinstance(own[0], Tensor) and _place_of(own[0]) != _place_of(tensor)
+            replaced = isinstance(own[0], Tensor) and _place_of(own[0]) != _place_of(tensor)
             if not replaced and tensor._version == version:
                 continue
             first: Any = own[0]
@@ -550,7 +555,15 @@ class WatchedForwards:
     def refusing_lost_changes(self) -> AbstractContextManager[Any]:
         """Return the context of a forward."""
         watches = self._sees_functions and not self.ended and torch.is_grad_enabled()
-        return RefusesLostChanges() if watches else nullcontext()
+        return RefusesLostChanges(self._refuse_data) if watches else nullcontext()
+
+    def _refuse_data(self, tensor: Tensor) -> None:
+        """Raise an error for an operation on a gathered ``p.data``: it may change values in later forwards only."""
+        if is_sharded(tensor) or tensor.is_nested or tensor.layout is not torch.strided or not tensor.numel():
+            return
+        for seen in (seen for unit in self._seen.values() for seen in unit):
+            if tensor.shape == seen.parameter.shape and tensor.data_ptr() == seen.address:
+                self._refuse(seen.name)
 
     def _note(self, name: str, unit: nn.Module) -> None:
         self._seen.pop(name, None)  # left over from a forward that did not end, as in checkpoint's recomputation
@@ -559,6 +572,15 @@ class WatchedForwards:
         whole = [(n, p) for n, p in unit.named_parameters(name) if not is_sharded(p) and not stays_whole(p)]
         bits = bit_sums([p for _, p in whole])
         self._seen[name] = [_Seen(n, p, p._version, p.data_ptr(), own) for (n, p), own in zip(whole, bits, strict=True)]
+
+    def _refuse(self, name: str) -> NoReturn:
+        self.end()
+        raise ConfigurationError(
+            f"gpu_mode='fsdp': {name.removeprefix('module.')} is changed during the forward pass. It is a gathered "
+            "copy there, so the change would be lost. On all ranks, change parameters in a callback's "
+            "on_after_optimizer_step, where each parameter is a DTensor and target.lerp_(online, 0.01) works as usual, "
+            "or use gpu_mode='ddp'."
+        )
 
     def _warn_of_kept(self, unit: nn.Module, gathered: Mapping[int, str]) -> None:
         """Warn of an attribute that shares the memory of a gathered parameter, which is freed after the pass."""
@@ -583,14 +605,7 @@ class WatchedForwards:
         for seen, own in zip(then, bits, strict=True):
             now = (seen.parameter._version, seen.parameter.data_ptr(), own)
             if now != (seen.version, seen.address, seen.bits):
-                self.end()
-                shown = seen.name.removeprefix("module.")
-                raise ConfigurationError(
-                    f"gpu_mode='fsdp': {shown} is changed during the forward pass. It is a gathered copy there, so the "
-                    "change would be lost. On all ranks, change parameters in a callback's on_after_optimizer_step, "
-                    "where each parameter is a DTensor and target.lerp_(online, 0.01) works as usual, or use "
-                    "gpu_mode='ddp'."
-                )
+                self._refuse(seen.name)
         if then and not self._warned:
             self._warn_of_kept(unit, {seen.parameter.untyped_storage().data_ptr(): seen.name for seen in then})
         if is_root and torch.is_grad_enabled():

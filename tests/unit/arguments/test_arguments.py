@@ -136,7 +136,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: make(devices=["cuda:0", "cuda:2"]),
         ["accelerator='cuda', devices=[0, 2]?"],
     ),
-    "train_loader is a list": (lambda: make(train_loader=[1, 2]), ["train_loader", "list", "DataLoader"]),
+    "train_loader is a list": (lambda: make(train_loader=[1, 2]), ["train_loader is a list with 1,", "DataLoader"]),
     "validation_loader is a number": (lambda: make(validation_loader=3), ["validation_loader", "3"]),
     "test_loader is text": (lambda: make(test_loader="test"), ["test_loader", "'test'"]),
     "optimizer is a class": (lambda: make(optimizer=optim.SGD), ["optimizer", "SGD"]),

@@ -886,3 +886,71 @@ def test_export_says_which_checkpoint_it_takes(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.endswith(f", from {keeper.last_path}\n")
     assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "none.safetensors")]) == 1
     assert "is a folder without a checkpoint" in capsys.readouterr().err
+
+
+class Centred(TTBasicModel):
+    """Its centre is the first batch's mean; the criterion's weights of positive samples are those of each batch."""
+
+    centre: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+        self.register_buffer("centre", None)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.centre is None:
+            self.centre = x.mean(0)
+        return self.fc(x - self.centre)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        y = nn.functional.one_hot(y, 3).to(x.dtype)
+        criterion.pos_weight = 1.0 + y.mean(0)
+        return criterion(self(x), y)
+
+
+def centred_loop(model: Centred) -> TrainLoop[Any]:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loader = DataLoader(make_data(), batch_size=16)
+    return TrainLoop(model, loader, None, None, optimizer, nn.BCEWithLogitsLoss(), seed=0, progress_bar=False)
+
+
+def test_buffers_that_the_training_fills_are_resumed(tmp_path: Path) -> None:
+    def trained(**arguments: Any) -> Centred:
+        torch.manual_seed(0)
+        model = Centred()
+        centred_loop(model).fit(num_epochs=2, **arguments)
+        return model
+
+    whole = trained(callbacks=[ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_steps=1, keep=100)])
+    first = min(tmp_path.glob("*step=*"))
+    resumed = trained(resume_from=first, callbacks=[ModelCheckpoint(tmp_path / "resumed")])
+    assert same(whole.state_dict(), resumed.state_dict())
+
+
+def test_a_checkpoint_with_a_tensor_that_is_no_buffer_here_is_refused(tmp_path: Path) -> None:
+    class Plain(Centred):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.centre
+            self.centre = None
+
+    centred_loop(Centred()).fit(1, callbacks=[ModelCheckpoint(tmp_path)])
+    with pytest.raises(CheckpointError, match="centre is not in the model"):
+        centred_loop(Plain()).fit(2, resume_from=next(tmp_path.glob("*step=*")))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_with_a_scripted_part_is_resumed(tmp_path: Path) -> None:
+    def model() -> Centred:
+        torch.manual_seed(0)
+        model = Centred()
+        model.fc = torch.jit.script(nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)))
+        return model
+
+    whole, resumed = model(), model()
+    centred_loop(whole).fit(2, callbacks=[ModelCheckpoint(tmp_path)])
+    first = min(tmp_path.glob("*step=*"))
+    centred_loop(resumed).fit(2, resume_from=first, callbacks=[ModelCheckpoint(tmp_path / "resumed")])
+    assert same(whole.state_dict(), resumed.state_dict())

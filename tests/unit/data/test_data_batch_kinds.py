@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from trainloop.data import count_samples, move_to
+from trainloop.train_loop.arguments.checks import check_loader
 
 Pair = namedtuple("Pair", "x y")
 
@@ -67,3 +68,9 @@ def test_fields_of_dataclasses_move() -> None:
     assert moved.text == record.text
     assert torch.equal(move_to(record, torch.device("cpu")).x, torch.full((2, 3), 2.0))  # no second __post_init__
     assert move_to(slotted, meta).x.device == meta
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_list_of_batches_is_a_loader(kind: str) -> None:
+    batches = [BATCHES[kind][0]]
+    assert check_loader(batches, "train_loader") is batches

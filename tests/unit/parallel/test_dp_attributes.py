@@ -223,6 +223,25 @@ def test_a_buffer_of_a_criterion_that_depends_on_the_samples_is_an_error() -> No
         trained(Net(), 2, Centred())
 
 
+class Attacks(Net):
+    """Adversarial weights: a second loss at the weights' worst neighbour, after which the weights are put back."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        loss = super().get_loss(batch_data, criterion, device)
+        weight: Any = self.layer.weight
+        (gradient,) = torch.autograd.grad(loss, weight, retain_graph=True)
+        before = weight.data.clone()
+        weight.data.add_(0.1 * gradient)
+        loss = loss + super().get_loss(batch_data, criterion, device)
+        weight.data = before
+        return loss
+
+
+def test_values_that_a_replica_puts_back_in_vain_are_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"get_loss changes layer\.weight, but each replica has only a part"):
+        trained(Attacks(), 2)
+
+
 @pytest.mark.parametrize(
     ("model", "what"),
     [

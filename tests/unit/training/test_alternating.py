@@ -11,8 +11,11 @@ from kit import reference
 from kit.alternating_models import (
     DCGAN,
     WGAN,
+    Discrepancy,
     dcgan_by_hand,
     dcgan_optimizers,
+    discrepancy_by_hand,
+    discrepancy_optimizers,
     images,
     points,
     wgan_by_hand,
@@ -114,6 +117,36 @@ def test_several_steps_of_one(mode: str, max_norm: float | None) -> None:
         assert difference <= (1e-12 if mode in ("dp", "accumulated") else 0.0)
     assert tl.global_step == 6
     assert set(tl.history) == {"loss", "loss_critic", "loss_generator", "critic_now"}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("mode", ["single", "dp", "accumulated"])
+def test_one_loss_steps_several_optimizers(mode: str, max_norm: float | None) -> None:
+    torch.manual_seed(0)
+    ours = Discrepancy().double()
+    theirs = copy.deepcopy(ours)
+    tl = loop_of(
+        ours,
+        DataLoader(points(45), batch_size=4 if mode == "accumulated" else 20),
+        discrepancy_optimizers(ours),
+        gradient_clip_norm=max_norm,
+        gpu_mode="dp" if mode == "dp" else "single",
+        devices=3 if mode == "dp" else "auto",
+    )
+    tl.fit(num_epochs=2, grad_accumulation=5 if mode == "accumulated" else 1)
+    discrepancy_by_hand(theirs, DataLoader(points(45), batch_size=20), 2, max_norm)
+    assert reference.largest_difference(ours, theirs) <= (0.0 if mode == "single" else 1e-12)
+    assert set(tl.history) == {"loss", "loss_generator_and_first_and_second", "loss_first_and_second", "loss_generator"}
+
+
+def test_an_unknown_one_of_several_optimizers_is_named() -> None:
+    class Wrong(Discrepancy):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            yield ("generator", "frist"), self.fits(batch_data[0])
+
+    model = Wrong().double()
+    with pytest.raises(ConfigurationError, match="is for optimizer 'frist'"):
+        loop_of(model, DataLoader(points(4)), discrepancy_optimizers(model)).fit(num_epochs=1)
 
 
 class Repeats(TTBasicModel):

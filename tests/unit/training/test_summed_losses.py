@@ -12,12 +12,13 @@ import torch
 from kit import reference
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import make_data
 from trainloop import ModelWrap, MultiLoss, TrainLoop, TTBasicModel
-from trainloop._support.reduction import sum_rule
+from trainloop._support.reduction import adds_samples, sum_rule
 from trainloop.data.batch_model_feed_defs import AbstractModelFeedDefinition
 from trainloop.errors import ConfigurationError
 
@@ -277,3 +278,19 @@ def test_a_loss_times_a_number_is_read_within_dispatch_modes() -> None:
     with FlopCounterMode(display=False):
         loop.fit(1, grad_accumulation=2)
     assert loop.progress.global_step == 2
+
+
+class SeesOperations(TorchDispatchMode):
+    """A mode as in steps of ranks with unequal numbers of samples."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_numbers_in_a_loss_are_read_in_a_mode_that_sees_operations() -> None:
+    x = torch.ones(3, requires_grad=True)
+    total = F.mse_loss(x, torch.zeros(3), reduction="sum")
+    with SeesOperations():
+        assert not adds_samples(F.mse_loss(x, x.detach()) + 0.01 * x.abs().sum())
+        assert not adds_samples(0.01 * total)
+        assert adds_samples(2.0 * total)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from types import FunctionType
 from typing import Any
 
@@ -95,8 +96,12 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
         kinds = "a torch DataLoader or None" if optional else "a torch DataLoader"
         order = "" if name == "data_loader" else f" {_ORDER}"
         raise ConfigurationError(f"{name}={short(loader)}: must be {kinds}.{order}")
-    if isinstance(loader, (list, tuple)) and not all(isinstance(b, (list, tuple, dict, torch.Tensor)) for b in loader):
-        raise ConfigurationError(f"{name} is a {type(loader).__name__}, which has no batches. Pass a torch DataLoader.")
+    for batch in loader if isinstance(loader, (list, tuple)) else ():
+        if not (isinstance(batch, (list, tuple, Mapping, torch.Tensor)) or is_dataclass(batch) or hasattr(batch, "to")):
+            raise ConfigurationError(
+                f"{name} is a {type(loader).__name__} with {short(batch)}, which is no batch. Pass a torch DataLoader. "
+                "Batches in a list are tensors, tuples, lists, dicts, dataclasses or objects with a method to(device)."
+            )
     return loader
 
 

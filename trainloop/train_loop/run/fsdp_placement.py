@@ -68,6 +68,8 @@ class _RefusesIgnored(RefusesLostChanges):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in _IGNORED and args and is_sharded(args[0]):
+            if func == _SETS_DATA and local_shard(args[0]).data_ptr() == local_shard(args[1]).data_ptr():
+                return None  # `p.data += x` has changed the shard itself before
             raise ConfigurationError(
                 f"{_IGNORED[func]} on a parameter that is sharded: FSDP would ignore it. In fsdp, write values by "
                 "`with torch.no_grad(): p.copy_(...)` or p.mul_(...), and change gradients in on_after_gradient_update."
@@ -96,8 +98,9 @@ def _explaining_shards(what: str) -> Iterator[None]:
         ) from error
 
 
+_SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _IGNORED = {
-    Tensor.data.__set__: "p.data = ...",  # type: ignore[attr-defined]
+    _SETS_DATA: "p.data = ...",
     Tensor.register_hook: "p.register_hook(...)",
     Tensor.register_post_accumulate_grad_hook: "p.register_post_accumulate_grad_hook(...)",
 }

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainloop._support.reduction import divisor_of
 from trainloop.data.batch.batches import note_batch
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss
+from trainloop.optim import MultiLoss, split_yielded
 from trainloop.parallel.misuse import explain_sharded, used_outside_of_forward
 from trainloop.parallel.shards import is_sharded
 
@@ -247,16 +247,14 @@ def explain_batch_of_one(error: ValueError, *, ranks: bool, replicas: bool, sync
 class Yielded(NamedTuple):
     """One loss of a ``get_loss`` that yields its losses."""
 
-    optimizer: int | str | None
-    """Name or index of the loss's optimizer; ``None`` if there is only one."""
+    optimizer: int | str | tuple[int | str, ...] | None
+    """Name or index of the loss's optimizer, or several of them; ``None`` if there is only one."""
     read: BatchLoss
 
 
 def read_yielded(item: Any, size: int, sums: Callable[[Any], bool] | None = None) -> Yielded:
-    """Read an item that ``get_loss`` yielded: a loss or ``(loss, weight)``, maybe after its optimizer's name."""
-    optimizer = None
-    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], (str, int)):
-        optimizer, item = item
+    """Read an item that ``get_loss`` yielded: a loss or ``(loss, weight)``, maybe after its optimizers' names."""
+    optimizer, item = split_yielded(item)
     read = read_loss(item, size, sums)
     if not isinstance(read.loss, Tensor):
         raise ConfigurationError(
@@ -271,9 +269,10 @@ def joined_losses(losses: Sequence[Yielded], size: int) -> BatchLoss:
 
     The units are ``None`` if no loss has any, and a dict if there are losses for several optimizers.
     """
-    groups: dict[int | str | None, list[Tensor]] = {}
-    weights: dict[int | str | None, Any] = {}
-    for optimizer, read in losses:
+    groups: dict[str | None, list[Tensor]] = {}
+    weights: dict[str | None, Any] = {}
+    for which, read in losses:
+        optimizer = "_and_".join(map(str, which)) if isinstance(which, tuple) else None if which is None else str(which)
         groups.setdefault(optimizer, []).append(read.loss.reshape(()))
         if read.units is not None:
             weights.setdefault(optimizer, read.units)
@@ -284,8 +283,8 @@ def joined_losses(losses: Sequence[Yielded], size: int) -> BatchLoss:
     # Use mean(): a division would look like the division of a sum over samples; see trainloop._support.reduction.
     means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
     if None not in means:
-        weight_of = {str(optimizer): weights.get(optimizer, size) for optimizer in means}
-        return BatchLoss(MultiLoss({str(key): mean for key, mean in means.items()}), weight_of if weights else None)
+        weight_of = {optimizer: weights.get(optimizer, size) for optimizer in means}
+        return BatchLoss(MultiLoss(means), weight_of if weights else None)  # type: ignore[arg-type]  # None isn't in it
     if len(means) > 1:
         names = ", ".join(repr(name) for name in means if name is not None)
         raise ConfigurationError(

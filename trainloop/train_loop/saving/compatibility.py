@@ -12,7 +12,7 @@ from torch import nn
 
 from trainloop._support.user_line import described_names
 from trainloop.checkpoint.file import bits_of, changed
-from trainloop.checkpoint.sharded import StoredTensor
+from trainloop.checkpoint.sharded import StoredTensor, empty_buffers
 from trainloop.errors import CheckpointError
 from trainloop.optim import criterion_module, in_order_of, optimizers_of, parameters_of, saved_groups
 from trainloop.parallel.shards import is_sharded
@@ -50,6 +50,7 @@ def check_checkpoint(loop: LoopState, state: dict[str, Any]) -> None:
     # A module may change the shapes of its buffers in load_state_dict, as in quantization-aware training.
     buffers = {name for name, _ in loop.model.named_buffers()}
     compared = {name: None if name in buffers else value for name, value in own.items()}
+    compared |= dict.fromkeys(empty_buffers(loop.model, saved))
     wrong = described_differences(compared, saved, "checkpoint", left_out)
     if wrong and not _loads(loop.model, saved):
         compiled = any("_orig_mod." in name for name in {*own} ^ {*saved})
@@ -200,6 +201,7 @@ def about_criterion(loop: LoopState, state: dict[str, Any]) -> str:
     buffers = {name for name, _ in criterion.named_buffers()}
     own = {name: None if name in buffers else value for name, value in criterion.state_dict().items()}
     saved = {**criterion_state(loop, of_model=True), **state["criterion"]}
+    own |= dict.fromkeys(empty_buffers(criterion, saved))
     wrong = described_differences(own, saved, "checkpoint")
     return wrong and (
         f"the checkpoint belongs to another criterion: {wrong.replace('the model', 'tl.criterion')}. If a callback "

@@ -14,7 +14,7 @@ from trainloop._support.carried import load_carried_state
 from trainloop._support.scratch import remove_dead
 from trainloop._support.user_line import described_names, warn, warn_or_print
 from trainloop.callbacks.base import matched_entries, overrides_of_user
-from trainloop.checkpoint.sharded import StoredTensor, fitted, load_model, whole_of
+from trainloop.checkpoint.sharded import StoredTensor, fill_empty_buffers, fitted, load_model, whole_of
 from trainloop.data.order.orders import set_generator_states, set_states
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
@@ -181,6 +181,7 @@ def _load_parts(loop: LoopState, state: dict[str, Any]) -> None:
     load_model(loop.model, state)
     criterion = criterion_module(loop.criterion)
     if criterion is not None and state["criterion"] and not about_criterion(loop, state):
+        fill_empty_buffers(criterion, state["criterion"], loop.model.device)
         criterion.load_state_dict({**criterion_state(loop, of_model=True), **state["criterion"]})
     set_flags(loop.model, state.get("flags", {}))
     add_missing_groups(loop, state.get("groups"))

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from operator import is_
 from typing import Any
 
 import torch
@@ -244,7 +243,7 @@ class Gradients:
     def refuse_own_backward(self, before: list[Tensor | None]) -> None:
         """Raise an error if ``get_loss`` has changed gradients, which :meth:`now` returned before the call."""
         after = self.now()
-        if len(before) == len(after) and all(map(is_, before, after)):
+        if len(before) == len(after) and all(map(_is_same, before, after)):
             return
         raise ConfigurationError(
             "get_loss changes the gradients of parameters, by backward() or zero_grad(). The loop can't weigh such "
@@ -390,9 +389,9 @@ class Gradients:
                 parameter.grad = divided if parameter.grad is None else parameter.grad + divided
             part.gradients.clear()
 
-    def backward_into(self, backward: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
-        """Call ``backward(inputs=...)`` for one optimizer's parameters; other parameters keep their gradients."""
-        own = [p for p in parameters_of(optimizer) if p.requires_grad]
+    def backward_into(self, backward: Callable[..., None], *optimizers: torch.optim.Optimizer) -> None:
+        """Call ``backward(inputs=...)`` for parameters of these optimizers; other parameters keep their gradients."""
+        own = [p for optimizer in optimizers for p in parameters_of(optimizer) if p.requires_grad]
         if not self._place.collective:
             backward(inputs=own)
             return
@@ -513,6 +512,13 @@ class Gradients:
         if len(optimizers) > 1:  # update() adds the others' values to the first tensor
             self._run.loop.progress.found_inf = [found.clone() for found in self._run.loop.progress.found_inf]
         scaler.update()
+
+
+def _is_same(before: Tensor | None, after: Tensor | None) -> bool:
+    """Return True for the same gradient, also if DDP has moved it into a bucket."""
+    if before is after or before is None or after is None:
+        return before is after
+    return before.layout is after.layout is torch.strided and not is_sharded(before) and torch.equal(before, after)
 
 
 class _Converted:

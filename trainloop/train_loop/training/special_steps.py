@@ -38,9 +38,9 @@ from trainloop.train_loop.training.training import Training
 
 __all__ = ["AlternatingTraining", "ClosureTraining"]
 
-# Sent to other ranks instead of an optimizer's index if all generators have ended, if this rank has no generator, or if
+# Sent to other ranks instead of optimizers' indices if all generators have ended, if this rank has no generator, or if
 # its generators yielded losses for different optimizers.
-_ENDED, _NONE, _DIFFER = -1, -2, -3
+_ENDED, _NONE, _DIFFER = (-1,), (-2,), (-3,)
 
 
 class AlternatingTraining(Training):
@@ -79,13 +79,15 @@ class AlternatingTraining(Training):
         for optimizer in gradients.optimizers:
             drop_gradients(optimizer)
         gradients.weight.reduced_later, gradients.weight.ragged = True, counts is not None
-        while (index := self._backward_of_next(step, generators, counts, shown)) is not None:
-            optimizer = gradients.optimizers[index]
-            parameters = parameters_of(optimizer) if len(gradients.optimizers) > 1 else gradients.learned
+        while (indices := self._backward_of_next(step, generators, counts, shown)) is not None:
+            optimizers = [gradients.optimizers[i] for i in indices]
+            several = len(gradients.optimizers) > 1
+            parameters = [p for o in optimizers for p in parameters_of(o)] if several else gradients.learned
             gradients.complete(parameters)
-            gradients.show_and_clip([(index, optimizer)], parameters)
-            gradients.take_steps([optimizer])
-            drop_gradients(optimizer)
+            gradients.show_and_clip(zip(indices, optimizers, strict=True), parameters)
+            gradients.take_steps(optimizers)
+            for optimizer in optimizers:
+                drop_gradients(optimizer)
             self.losses_stepped += 1
             found_inf += loop.progress.found_inf
         if self._functions is not None and step.batches:
@@ -108,9 +110,9 @@ class AlternatingTraining(Training):
         generators: list[Generator[Any, None, None]],
         counts: list[int] | None,
         shown: list[list[Yielded]],
-    ) -> int | None:
-        """Run backward of each generator's next loss; return the optimizer's index, or None once all have ended."""
-        indices: set[int] = set()
+    ) -> tuple[int, ...] | None:
+        """Run backward of each generator's next loss; return its optimizers' indices, or None once all have ended."""
+        seen: set[tuple[int, ...]] = set()
         for i, generator in enumerate(generators):
             if i >= len(step.batches):
                 with self.place.batchnorm_ranks(counts, i), self.idle.without_side_effects():
@@ -128,7 +130,7 @@ class AlternatingTraining(Training):
                 if before is not None:
                     self.gradients.refuse_own_backward(before)
                 if item is _ENDED:
-                    indices.add(_ENDED)
+                    seen.add(_ENDED)
                     continue
                 size = step.sizes[i]
                 optimizer, read = read_yielded(item, size, self.gradients.sums)
@@ -136,9 +138,9 @@ class AlternatingTraining(Training):
                     self.advice.sums(read, len(step.batches))
                 if self.place.collective:
                     refuse_constant(read.loss)
-                index = _index_of(self.loop.optimizer, optimizer)
-                indices.add(index)
-                self._backward_of(step, i, index, read)
+                indices = _indices_of(self.loop.optimizer, optimizer)
+                seen.add(indices)
+                self._backward_of(step, i, indices, read)
                 if self.watch is not None:
                     self.watch.backward_ended(read.loss)
             mean = read._replace(loss=read.shown(size)[0].detach(), is_sum=False)
@@ -146,10 +148,10 @@ class AlternatingTraining(Training):
         self.recorder.batch_size = self._sizes[-1]  # for hooks: the last micro-batch, which this rank may not have
         # Exchange all errors at once: if one rank raised alone, the other ranks would wait for it in the next
         # collective.
-        mine = _NONE if not indices else indices.pop() if len(indices) == 1 else _DIFFER
+        mine = _NONE if not seen else seen.pop() if len(seen) == 1 else _DIFFER
         everyone = {mine}
         if self.parallel:
-            everyone = {index for (index,) in distributed.exchange_ints([mine])}
+            everyone = set(map(tuple, distributed.exchange_ints(mine)))
         everyone.discard(_NONE)
         if len(everyone) > 1 or everyone == {_DIFFER}:
             raise ConfigurationError(
@@ -157,15 +159,15 @@ class AlternatingTraining(Training):
                 "different optimizers at the same position, or different numbers of losses. Make the sequence of "
                 "losses depend only on values that are the same for all batches, such as the step's number."
             )
-        (index,) = everyone
-        return None if index == _ENDED else index
+        (found,) = everyone
+        return None if found == _ENDED else found
 
-    def _backward_of(self, step: StepBatches, i: int, index: int, read: BatchLoss) -> None:
+    def _backward_of(self, step: StepBatches, i: int, indices: tuple[int, ...], read: BatchLoss) -> None:
         scale = None if step.scales is None else step.scales[i]
         scaled = self.gradients.scaled(read, scale, len(step.batches), step.sizes[i])
         self.stage = "backward"
         try:
-            self._differentiate(index, scaled)
+            self._differentiate(indices, scaled)
         except RuntimeError as error:
             explain_backward(read.loss, error)
             if "a second time" in str(error) or "modified by an inplace operation" in str(error):
@@ -176,14 +178,14 @@ class AlternatingTraining(Training):
                 ) from error
             raise
 
-    def _differentiate(self, index: int, loss: torch.Tensor) -> None:
-        """Compute a loss's gradients for the parameters of the loss's optimizer only."""
-        optimizers = self.gradients.optimizers
+    def _differentiate(self, indices: tuple[int, ...], loss: torch.Tensor) -> None:
+        """Compute a loss's gradients for the parameters of the loss's optimizers only."""
+        chosen = [self.gradients.optimizers[i] for i in indices]
         backward = self.place.scaler.scale(loss).backward
-        if len(optimizers) == 1:
+        if len(self.gradients.optimizers) == 1:
             backward()
-        elif any(p.requires_grad for p in parameters_of(optimizers[index])):  # torch rejects an empty list of inputs
-            self.gradients.backward_into(backward, optimizers[index])
+        elif any(p.requires_grad for o in chosen for p in parameters_of(o)):  # torch rejects an empty list of inputs
+            self.gradients.backward_into(backward, *chosen)
 
     def _zero_backward(self, generator: Generator[Any, None, None]) -> None:
         """Run the next loss of another rank's batch, with zero gradients."""
@@ -191,7 +193,7 @@ class AlternatingTraining(Training):
             item = next(generator, None)
         if item is not None:
             optimizer, read = read_yielded(item, 1)
-            self._differentiate(_index_of(self.loop.optimizer, optimizer), read.loss * 0.0)
+            self._differentiate(_indices_of(self.loop.optimizer, optimizer), read.loss * 0.0)
 
 
 _BY_YIELD = (
@@ -200,16 +202,18 @@ _BY_YIELD = (
 )
 
 
-def _index_of(multi_optimizer: Any, optimizer: int | str | None) -> int:
+def _indices_of(multi_optimizer: Any, which: int | str | tuple[int | str, ...] | None) -> tuple[int, ...]:
     if isinstance(multi_optimizer, MultiOptimizer):
-        if optimizer is not None:
-            return multi_optimizer.index(optimizer, "a loss that get_loss yielded", _BY_YIELD)
+        if which is not None:
+            names = which if isinstance(which, tuple) else (which,)
+            found = {multi_optimizer.index(name, "a loss that get_loss yielded", _BY_YIELD) for name in names}
+            return tuple(sorted(found))
         if len(multi_optimizer) > 1:
             raise ConfigurationError(
                 f"get_loss yielded a loss without saying which of {len(multi_optimizer)} optimizers it is for. Yield "
                 "the optimizer's name or index before the loss, as in `yield 'generator', loss`."
             )
-    return 0
+    return (0,)
 
 
 # -- optimizers that evaluate the loss several times -------------------------------------------------------------------
