@@ -110,6 +110,7 @@ class Gradients:
         loop, place = self._run.loop, self._place
         self._multi_optimizer = loop.optimizer
         self.optimizers = optimizers_of(loop.optimizer)
+        self.num_groups = self.count_groups()
         # DDP's reducer expects one backward per forward, but several optimizers need several backwards.
         self._always_later = isinstance(place.wrapper, TTDistributedDataParallel) and len(self.optimizers) > 1
         place.steps(self.optimizers)
@@ -134,7 +135,7 @@ class Gradients:
 
         Return True if all ranks have the same ``settings``.
         """
-        outdated, self.outdated = self.outdated, False
+        outdated, self.outdated = self.outdated or self.count_groups() != self.num_groups, False
         self.take_rules()
         self._take_optimizers()
         if self.trained is None:
@@ -149,7 +150,7 @@ class Gradients:
 
     def follow_at_step_begin(self) -> None:
         """Follow what has changed within an epoch. In modes with ranks, wait until the others have the same change."""
-        outdated, self.outdated = self.outdated, False
+        outdated, self.outdated = self.outdated or self.count_groups() != self.num_groups, False
         self._place.check_parameters()
         if outdated:
             self._take_optimizers()
@@ -158,6 +159,10 @@ class Gradients:
         elif self.trained.changed(everything=outdated):
             self.trained.meet()
             self._follow(self.trained)
+
+    def count_groups(self) -> list[int]:
+        """Return the numbers of the optimizers' groups: a new group may have parameters that the model lacks."""
+        return [len(optimizer.param_groups) for optimizer in self.optimizers]
 
     def _follow(self, trained: TrainedParameters) -> None:
         trained.note()
