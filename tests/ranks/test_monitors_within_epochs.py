@@ -121,6 +121,17 @@ def test_a_metric_of_the_end_of_epochs_is_judged_there() -> None:
     assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(rate / 4)
 
 
+def test_a_metric_of_the_end_of_epochs_is_judged_there_if_fits_cut_the_epoch() -> None:
+    loop = make_loop()
+    stop = EarlyStopping("val_loss", min_delta=1e6, patience=9, every_n_steps=1)
+    plateau = LRScheduler(ReduceLROnPlateau, "step", "val_loss")
+    for steps in (2, STEPS_PER_EPOCH - 2):
+        loop.fit(num_iterations=steps, callbacks=[plateau, stop])
+    assert loop.epoch == 1
+    assert stop.epochs_without_improvement == 1  # the end of the first fit had the first value
+    assert plateau.scheduler.last_epoch == 1
+
+
 LATE = STEPS_PER_EPOCH + 3
 
 

@@ -200,9 +200,11 @@ class Monitor:
         epochs = history.epochs(self.name)
         if not epochs or epochs[-1] != loop.history_epoch:
             return None
-        shown, self._seen_epoch = self._shown(loop), epochs[-1]
-        is_new, self._seen_value = shown != self._seen_value, shown
-        return float(history[self.name][-1]) if ranks or is_new else None
+        shown = self._shown(loop)
+        if not ranks and shown == self._seen_value:
+            return None
+        self._seen_value, self._seen_epoch = shown, epochs[-1]
+        return float(history[self.name][-1])
 
     def _shown(self, loop: Any) -> str:
         values = loop.history.get(self.name, ())
