@@ -142,8 +142,11 @@ class Gradients:
             if outdated:
                 self._take_parameters()
             return True
-        shares = self._shares_buffers or bool(getattr(self._place.wrapper, "broadcast_buffers", False))
-        changed, alike = self.trained.agree(zlib.crc32(repr(settings).encode()), shares_buffers=shares)
+        wrapper = self._place.wrapper
+        shares = self._shares_buffers or bool(getattr(wrapper, "broadcast_buffers", False))
+        ignored = getattr(wrapper, "parameters_to_ignore", ())  # DDP's name for parameters and buffers
+        shared = [(name, b) for name, b in self._run.loop.model.named_buffers() if shares and name not in ignored]
+        changed, alike = self.trained.agree(zlib.crc32(repr(settings).encode()), shared)
         if changed:
             self._follow(self.trained)
         return alike
