@@ -110,11 +110,11 @@ class Gradients:
         loop, place = self._run.loop, self._place
         self._multi_optimizer = loop.optimizer
         self.optimizers = optimizers_of(loop.optimizer)
-        self.num_groups = self.count_groups()
         # DDP's reducer expects one backward per forward, but several optimizers need several backwards.
         self._always_later = isinstance(place.wrapper, TTDistributedDataParallel) and len(self.optimizers) > 1
         place.steps(self.optimizers)
         place.check_parameters()
+        self._stepped = self._now_stepped()
 
     def _take_parameters(self) -> None:
         loop = self._run.loop
@@ -135,7 +135,7 @@ class Gradients:
 
         Return True if all ranks have the same ``settings``.
         """
-        outdated, self.outdated = self.outdated or self.count_groups() != self.num_groups, False
+        outdated, self.outdated = self.outdated or self._steps_others(), False
         self.take_rules()
         self._take_optimizers()
         if self.trained is None:
@@ -153,7 +153,7 @@ class Gradients:
 
     def follow_at_step_begin(self) -> None:
         """Follow what has changed within an epoch. In modes with ranks, wait until the others have the same change."""
-        outdated, self.outdated = self.outdated or self.count_groups() != self.num_groups, False
+        outdated, self.outdated = self.outdated or self._steps_others(), False
         self._place.check_parameters()
         if outdated:
             self._take_optimizers()
@@ -163,9 +163,13 @@ class Gradients:
             self.trained.meet()
             self._follow(self.trained)
 
-    def count_groups(self) -> list[int]:
-        """Return the numbers of the optimizers' groups: a new group may have parameters that the model lacks."""
-        return [len(optimizer.param_groups) for optimizer in self.optimizers]
+    def _now_stepped(self) -> list[Tensor]:
+        return [parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)]
+
+    def _steps_others(self) -> bool:
+        """Return True if a callback has added parameters to an optimizer, replaced or removed them."""
+        now = self._now_stepped()
+        return len(now) != len(self._stepped) or not all(map(is_, now, self._stepped))
 
     def _follow(self, trained: TrainedParameters) -> None:
         trained.note()
