@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -86,12 +87,13 @@ def test_a_buffer_with_another_shape_on_another_rank_is_an_error() -> None:
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True))
 
-    def loss_in(mode: str, size: int, **kwargs: Any) -> list[float]:
+    def loss_in(mode: str, size: int, ignored: Sequence[str] = (), **kwargs: Any) -> list[float]:
         model, ranks = Spiking(), {} if mode == "single" else {"accelerator": "cpu", "devices": 2}
         loop = TrainLoop(
             model, DataLoader(data, size), DataLoader(data, 5), None, optim.SGD(model.parameters(), 0.1),
             nn.MSELoss(), gpu_mode=mode, progress_bar=False, **ranks,
         )  # fmt: skip
+        model._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
         loop.fit(2, **kwargs)  # ranks have evaluated batches of 5 and of 2 samples before the second epoch
         return loop.history["loss"]
 
@@ -101,3 +103,4 @@ def test_a_buffer_with_another_shape_on_another_rank_is_an_error() -> None:
         ):
             loss_in(mode, 2)
     assert loss_in("ddp", 2, ddp_model_args={"broadcast_buffers": False}) == pytest.approx(loss_in("single", 4))
+    assert loss_in("ddp", 4, ignored=["state"]) == pytest.approx(loss_in("single", 8))  # a step of 8, and one of 4

@@ -202,17 +202,23 @@ def test_what_hooks_assign_in_ranks_comes_back_and_data_are_warned_of() -> None:
 @pytest.mark.long
 def test_plain_attributes_that_ranks_delete_or_register_hide_nothing_in_the_caller() -> None:
     class Registers(AbstractCallback):
+        gone: None
+
         def on_train_end(self) -> None:
             model = self.train_loop_obj.model
             del model.gone, model.mean
             model.register_buffer("mean", torch.ones(2))
             model.part, model.weight = nn.Linear(1, 1), nn.Parameter(torch.ones(3))
+            del self.gone
 
     loop = loop_of("rate", "ddp")
     model = loop.model
     model.gone = model.mean = model.part = model.weight = None
-    loop.fit(num_epochs=1, callbacks=[Registers("registers")])
+    registers = Registers("registers")
+    registers.gone = None
+    loop.fit(num_epochs=1, callbacks=[registers])
     assert not hasattr(model, "gone")
+    assert not hasattr(registers, "gone")
     assert (model.mean.tolist(), model.weight.tolist(), type(model.part)) == ([1, 1], [1, 1, 1], nn.Linear)
 
 

@@ -111,6 +111,12 @@ class Unknown(Net):
         return (self(x) * self.beside[0] - y).square().sum() / units, units
 
 
+class UnknownOfMean(Unknown):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        return (self(x) * self.beside[0] - y).square().mean()
+
+
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp", "fsdp"])
 def test_a_parameter_that_only_the_optimizer_has_is_trained_by_all_samples(mode: str) -> None:
     ours, theirs = Unknown(), Unknown()
@@ -127,6 +133,48 @@ def test_a_parameter_that_only_the_optimizer_has_is_trained_by_all_samples(mode:
     loop.fit(1, grad_accumulation=2)
     for one, other in zip([*ours.parameters(), *ours.beside], [*theirs.parameters(), *theirs.beside], strict=True):
         torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=1e-8)
+
+
+class AddsUnknown(AbstractCallback):
+    """Adds the unknown factor to the optimizer, before the first step or after it."""
+
+    def __init__(self, step: int, how: str) -> None:
+        super().__init__("adds a parameter")
+        self.step = step
+        self.how = how
+
+    def add(self) -> None:
+        loop = self.train_loop_obj
+        if loop.global_step != self.step:
+            return
+        if self.how == "group":
+            loop.optimizer.add_param_group({"params": loop.model.beside})
+        else:
+            loop.optimizer.param_groups[0]["params"] += loop.model.beside
+
+    on_train_begin = on_batch_end = add
+
+
+@pytest.mark.parametrize(
+    "mode, step, how", [("single", 0, "group"), ("ddp", 0, "list"), ("ddp", 1, "group"), ("fsdp", 1, "list")]
+)
+def test_a_parameter_that_a_callback_adds_to_the_optimizer_is_trained_by_all_samples(
+    mode: str, step: int, how: str
+) -> None:
+    ours, theirs = UnknownOfMean(), UnknownOfMean()
+    sgd = optim.SGD(theirs.parameters(), lr=0.01)
+    for i in range(4):
+        if i == step:
+            sgd.add_param_group({"params": theirs.beside})
+        sgd.zero_grad()
+        x, y = (t[6 * i : 6 * i + 6] for t in data().tensors)
+        (theirs(x) * theirs.beside[0] - y).square().mean().backward()
+        nn.utils.clip_grad_norm_([p for group in sgd.param_groups for p in group["params"]], 0.5)
+        sgd.step()
+    loop = loop_of(ours, None, optim.SGD(ours.parameters(), lr=0.01), mode, gradient_clip_norm=0.5)
+    loop.fit(1, callbacks=[AddsUnknown(step, how)])
+    for one, other in zip([*ours.parameters(), *ours.beside], [*theirs.parameters(), *theirs.beside], strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=1e-12)
 
 
 def test_a_warning_says_that_checkpoints_lack_a_parameter_that_only_the_optimizer_has(tmp_path: Path) -> None:

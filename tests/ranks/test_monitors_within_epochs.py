@@ -99,12 +99,13 @@ def test_stopping_and_plateaus_judge_the_newest_value_of_a_metric_of_every_step(
     assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(rate / 4)
 
 
-def test_a_value_counts_once_however_often_it_is_read() -> None:
+@pytest.mark.parametrize("how", ["log", "insert"])
+def test_a_value_counts_once_however_often_it_is_read(how: str) -> None:
     loop = make_loop()
     rate = loop.optimizer.param_groups[0]["lr"]
     stop = EarlyStopping("step_val_loss", patience=2, every_n_steps=1)
     plateau = LRScheduler(ReduceLROnPlateau, "step", "step_val_loss", patience=0, factor=0.5)
-    loop.fit(num_iterations=40, callbacks=[Validates(), plateau, stop])
+    loop.fit(num_iterations=40, callbacks=[Validates(how), plateau, stop])
     assert loop.global_step == 8  # 2.6, then 3.6 and 3.0
     assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(rate / 4)
 
@@ -118,6 +119,17 @@ def test_a_metric_of_the_end_of_epochs_is_judged_there() -> None:
     loop.fit(9, callbacks=[plateau, stop])
     assert loop.epoch == 3
     assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(rate / 4)
+
+
+def test_a_metric_of_the_end_of_epochs_is_judged_there_if_fits_cut_the_epoch() -> None:
+    loop = make_loop()
+    stop = EarlyStopping("val_loss", min_delta=1e6, patience=9, every_n_steps=1)
+    plateau = LRScheduler(ReduceLROnPlateau, "step", "val_loss")
+    for steps in (2, STEPS_PER_EPOCH - 2):
+        loop.fit(num_iterations=steps, callbacks=[plateau, stop])
+    assert loop.epoch == 1
+    assert stop.epochs_without_improvement == 1  # the end of the first fit had the first value
+    assert plateau.scheduler.last_epoch == 1
 
 
 LATE = STEPS_PER_EPOCH + 3

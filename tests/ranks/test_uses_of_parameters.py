@@ -285,12 +285,18 @@ def test_a_model_called_by_a_callback_is_explained_in_fsdp() -> None:
 
 
 @pytest.mark.long
-def test_a_model_that_calls_itself_in_its_hook_is_explained_in_fsdp() -> None:
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_evaluation_end"])
+def test_a_model_that_calls_itself_in_its_hook_is_explained_in_fsdp(hook: str) -> None:
     class Calls(Net):
         def on_epoch_begin(self) -> None:
-            self(torch.ones(2, 3, dtype=D))
+            if hook == "on_epoch_begin":
+                self(torch.ones(2, 3, dtype=D))
 
-    with pytest.raises(WorkerFailedError, match=r"on_epoch_begin uses a parameter .* outside of get_loss"):
+        def on_evaluation_end(self) -> None:  # without the argument that the loop passes
+            if hook == "on_evaluation_end":
+                self(torch.ones(2, 3, dtype=D))
+
+    with pytest.raises(WorkerFailedError, match=rf"{hook} uses a parameter .* outside of get_loss"):
         trained(Calls("several forwards"), "fsdp")
 
 

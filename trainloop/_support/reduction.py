@@ -142,10 +142,12 @@ def adds_samples(loss: Tensor) -> bool:
 
 def _keeps_a_sum(node: Any) -> bool:
     """Return True for a product with a number; a small number, such as ``1 / len(x)``, makes a mean of a sum."""
-    other = getattr(node, "_saved_other", None) if node.name().startswith("MulBackward") else None
-    if type(other) is not Tensor or not other.is_cpu or other.ndim:
+    other: Any = getattr(node, "_saved_other", None) if node.name().startswith("MulBackward") else None
+    if type(other) not in (Tensor, nn.Parameter) or not other.is_cpu or other.numel() != 1:
         return False
     number: Any = other.tolist()  # without a dispatch: to modes, torch gives such a tensor as a number of Python
+    while isinstance(number, list):  # (1,) is a usual shape of learned weights
+        (number,) = number
     return bool(abs(number) >= 0.5)
 
 

@@ -510,7 +510,7 @@ def _hook(callback: Any, name: str) -> Hook:
     offered = _NUM_ARGUMENTS[name]
     for count in range(offered, -1, -1):
         if not why_not(method, *[None] * count):
-            return method if count == offered else partial(_call_with_fewer, method, count)
+            return method if count == offered else wraps(method)(partial(_call_with_fewer, method, count))
     raise ConfigurationError(
         f"{type(callback).__name__}.{name}{inspect.signature(method)} does not accept the arguments that the loop "
         f"passes. Define it as {name}{inspect.signature(getattr(AbstractCallback, name))}."

@@ -82,6 +82,7 @@ class Monitor:
         self._seen = 0
         self._seen_step = -1  # the step of the newest value that was read within an epoch
         self._seen_epoch = -1  # the epoch in which a value without a step was read
+        self._seen_value = ""  # the number of that value, and the value, which may be replaced
 
     @property
     def minimize(self) -> bool:
@@ -108,6 +109,7 @@ class Monitor:
         """
         self._seen = len(loop.history.get(self.name, ()))
         self._seen_step = max(loop.history.step_indices(self.name), default=-1)
+        self._seen_value = self._shown(loop)
         cut = getattr(loop, "cut", None)
         if cut is not None and cut["place"]["epoch"] in loop.history.epochs(self.name)[-1:]:
             self._seen -= 1  # this epoch continues, and gets another value in place of that one
@@ -198,8 +200,15 @@ class Monitor:
         epochs = history.epochs(self.name)
         if not epochs or epochs[-1] != loop.history_epoch:
             return None
-        self._seen_epoch = epochs[-1]
+        shown = self._shown(loop)
+        if not ranks and shown == self._seen_value:
+            return None
+        self._seen_value, self._seen_epoch = shown, epochs[-1]
         return float(history[self.name][-1])
+
+    def _shown(self, loop: Any) -> str:
+        values = loop.history.get(self.name, ())
+        return f"{len(values)}: {values[-1]}" if values else ""
 
     def _appears_later(self, loop: Any) -> bool:
         every = loop.end_auto_eval
@@ -212,12 +221,13 @@ class Monitor:
         return value < best - min_delta if self.minimize else value > best + min_delta
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self._seen, "step": self._seen_step, "epoch": self._seen_epoch}
+        return {"seen": self._seen, "step": self._seen_step, "epoch": self._seen_epoch, "value": self._seen_value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._seen = state["seen"]
         self._seen_step = state.get("step", self._seen_step)  # older checkpoints lack it
         self._seen_epoch = state.get("epoch", self._seen_epoch)
+        self._seen_value = state.get("value", self._seen_value)
 
 
 def check_mode(mode: Any, owner: str) -> None:

@@ -319,7 +319,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     def share_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks, unless ``broadcast_buffers=False``. Collective."""
         # The list that DDP keeps may be outdated, if the last buffer was removed.
-        if self.broadcast_buffers and next(self.module.buffers(), None) is not None:
+        if self.broadcast_buffers and any(n not in self.parameters_to_ignore for n, _ in self.module.named_buffers()):
             self._sync_buffers()
 
     def check_reduced(self) -> None:

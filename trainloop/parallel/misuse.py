@@ -423,7 +423,8 @@ class SetAttributes:
             part = self._modules.get(path)
             own = [getattr(parts[path], "__dict__", {}) for parts in self._replicas]
             for name, first in own[0].items() if part is not None else ():
-                old = before.get(name, getattr(type(part), name, _MISSING))  # a class may have its first value
+                # a class may have its first value
+                old = before[name] if name in before else getattr(type(part), name, _MISSING)
                 was_value = old is None or isinstance(old, (Tensor, int, float))  # a sum may begin with 0
                 if first is old or not (_is_plain(first) or (isinstance(first, Tensor) and was_value)):
                     continue

@@ -448,26 +448,31 @@ def test_a_finished_run_names_what_it_lacks(tmp_path: Path) -> None:
 
 
 class Meter(AbstractCallback):
-    """The losses of an epoch, and of all."""
+    """The losses of an epoch, the number of all, and a flag that alternates."""
 
     def __init__(self) -> None:
         super().__init__("meter")
-        self.losses: list[float] = []
+        self.losses: list[float] | None = None
         self.count = 0
+        self.trains_head = False
 
     def on_epoch_begin(self) -> None:
         self.losses = []
+        self.trains_head = not self.trains_head
 
     def on_batch_end(self) -> None:
-        self.losses.append(float(self.train_loop_obj.last_loss))
+        self.losses = [*(self.losses or []), float(self.train_loop_obj.last_loss)]
         self.count += 1
 
 
-@pytest.mark.parametrize("step, names", [(9, "meter.losses, meter.count"), (14, "meter.count")])
+@pytest.mark.parametrize(
+    "step, names", [(9, "meter.losses, meter.count"), (14, "meter.count"), (21, "meter.count, meter.trains_head")]
+)
 def test_what_each_epoch_begins_anew_is_lost_only_within_an_epoch(tmp_path: Path, step: int, names: str) -> None:
-    make_loop(validation=False).fit(num_epochs=2, callbacks=[Meter(), saved(tmp_path)])
+    epochs = 3 if step == 21 else 2
+    make_loop(validation=False).fit(epochs, callbacks=[Meter(), saved(tmp_path)])
     resumed: Any = {"callbacks": [Meter(), saved(tmp_path / "new")], "resume_from": path_of(tmp_path, step)}
-    found = warnings_of(lambda: make_loop(validation=False).fit(num_epochs=3, **resumed))
+    found = warnings_of(lambda: make_loop(validation=False).fit(epochs + 1, **resumed))
     named = [one.partition(" contain ")[2].partition(", which")[0] for one in found if one.startswith("the checkpoint")]
     assert named == [names]
 

@@ -43,6 +43,18 @@ def test_async_writes_the_state_of_its_step_while_steps_go_on(tmp_path: Path, mo
     assert not keeper._host_copy._buffers, "the memory is given back"
 
 
+def test_a_thread_that_trains_on_after_the_main_thread_writes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)  # then, pools take no more work
+    keeper = ModelCheckpoint(tmp_path, every_n_steps=1, async_save=True)
+    loop = StandIn(keeper)
+    keeper.on_train_begin()
+    loop.step()
+    keeper.on_train_end()
+    assert steps(tmp_path) == [1]
+
+
 def test_an_exception_waits_for_the_thread(tmp_path: Path) -> None:
     keeper = ModelCheckpoint(tmp_path, every_n_steps=1, async_save=True)
     loop = StandIn(keeper)

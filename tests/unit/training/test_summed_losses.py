@@ -236,6 +236,7 @@ def squares(drawn: Tensor, x: Tensor) -> Tensor:
 SUMS: dict[str, Any] = {
     "sum": lambda drawn, x, mu: F.binary_cross_entropy(drawn, x, reduction="sum") + 0.5 * mu.pow(2).sum(),
     "part": lambda drawn, x, mu: MultiLoss({"drawn": 0.5 * squares(drawn, x), "mu": mu.pow(2).sum()}),
+    "times a learned weight": lambda drawn, x, mu: squares(drawn, x) * nn.Parameter(torch.tensor(2.0)),
 }
 MEANS: dict[str, Any] = {
     "divided": lambda drawn, x, mu: squares(drawn, x) / len(x),

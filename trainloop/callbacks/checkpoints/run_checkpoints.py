@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import count
 from uuid import uuid4
@@ -194,20 +194,29 @@ class BackgroundWrite:
     ) -> None:
         self.step = step
         self.give_up = give_up
+        self._error: Exception | None = None
         # A thread starts on GPU 0. If it uses CUDA there, it creates a context in the memory of another rank's GPU.
-        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # torch ignores a negative number
-        thread = ThreadPoolExecutor(1, f"checkpoint of step {step}", torch.cuda.set_device, (gpu,))
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        # Not a pool: it takes no work once the main thread has ended, while a thread may still train.
+        self._thread = threading.Thread(
+            target=self._run, name=f"checkpoint of step {step}", daemon=False, args=(write,)
+        )
+        self._thread.start()
+
+    def _run(self, write: Callable[[], Exception | None]) -> None:
         # ``write`` is not an attribute: only the thread refers to the data, so the data is freed once it is written.
-        self._error = thread.submit(write)
-        thread.shutdown(wait=False)
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)
+        self._error = write()
 
     def wait(self, seconds: float | None = None) -> Exception | None:
         """Wait until the write ends, and return its error. After ``seconds``, it stops waiting for other ranks."""
         if seconds is not None:
-            wait([self._error], seconds)
+            self._thread.join(seconds)
             if self.give_up is not None:
                 self.give_up()
-        return self._error.result()
+        self._thread.join()
+        return self._error
 
 
 def error_of(write: Callable[[], None]) -> Exception | None:

@@ -361,9 +361,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         loop, metric = self.train_loop_obj, self._metric
         if self.interval == "step":
             value = None if metric is None else metric.left_for_epoch_end(loop, due=self._judged_step > 0)
-            if value is not None:
+            if value is not None and loop.cut is None:  # a cut epoch is not at its end
                 self.scheduler.step(value)
-        elif loop.cut is None:  # a cut epoch is not at its end
+        elif loop.cut is None:
             if metric is None:
                 self._step()
             elif (value := metric.new_value(loop)) is not None:

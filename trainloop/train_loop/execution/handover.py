@@ -162,6 +162,7 @@ class RankSide:
         self._loaders = loaders_of(loop)  # a hook may replace them
         self._marks = [LoaderMarks(loader) for loader in self._loaders]
         self._settings = {name: getattr(loop, name) for name in _SETTINGS}
+        self._of_callbacks = [set(vars(callback)) for callback in self.callbacks]
         self._modules = _modules(loop)
         self._structures = {key: _structure(module) for key, module in self._modules.items()}
         self._attributes = {
@@ -230,6 +231,9 @@ class RankSide:
             "scaler": loop.scaler_state,
             "counters": {name: getattr(loop, name) for name in COUNTERS},
             "callbacks": list(map(self._that_can_be_sent, callbacks, self.callbacks)),
+            "deleted of callbacks": [
+                names - set(vars(cb)) for names, cb in zip(self._of_callbacks, self.callbacks, strict=True)
+            ],
             "list of callbacks": self._changed_list(),
             "result": result,
         }
@@ -377,8 +381,10 @@ def _receive(loop: LoopState, state: dict[str, Any], callbacks: list[Any]) -> No
     loop.note(**state["settings"])
     for name, value in state["counters"].items():
         setattr(loop, name, value)
-    for callback, saved in zip(callbacks, state["callbacks"], strict=True):
+    for callback, saved, names in zip(callbacks, state["callbacks"], state["deleted of callbacks"], strict=True):
         _put_callback_state(callback, saved)
+        for name in names:
+            vars(callback).pop(name, None)
     if state["list of callbacks"] is not None:
         loop.note(callbacks=state["list of callbacks"])
 

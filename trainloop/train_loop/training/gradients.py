@@ -113,6 +113,7 @@ class Gradients:
         self._always_later = isinstance(place.wrapper, TTDistributedDataParallel) and len(self.optimizers) > 1
         place.steps(self.optimizers)
         place.check_parameters()
+        self._stepped = self._now_stepped()
 
     def _take_parameters(self) -> None:
         loop = self._run.loop
@@ -133,22 +134,25 @@ class Gradients:
 
         Return True if all ranks have the same ``settings``.
         """
-        outdated, self.outdated = self.outdated, False
+        outdated, self.outdated = self.outdated or self._steps_others(), False
         self.take_rules()
         self._take_optimizers()
         if self.trained is None:
             if outdated:
                 self._take_parameters()
             return True
-        shares = self._shares_buffers or bool(getattr(self._place.wrapper, "broadcast_buffers", False))
-        changed, alike = self.trained.agree(zlib.crc32(repr(settings).encode()), shares_buffers=shares)
+        wrapper = self._place.wrapper
+        shares = self._shares_buffers or bool(getattr(wrapper, "broadcast_buffers", False))
+        ignored = getattr(wrapper, "parameters_to_ignore", ())  # DDP's name for parameters and buffers
+        shared = [(name, b) for name, b in self._run.loop.model.named_buffers() if shares and name not in ignored]
+        changed, alike = self.trained.agree(zlib.crc32(repr(settings).encode()), shared)
         if changed:
             self._follow(self.trained)
         return alike
 
     def follow_at_step_begin(self) -> None:
         """Follow what has changed within an epoch. In modes with ranks, wait until the others have the same change."""
-        outdated, self.outdated = self.outdated, False
+        outdated, self.outdated = self.outdated or self._steps_others(), False
         self._place.check_parameters()
         if outdated:
             self._take_optimizers()
@@ -157,6 +161,14 @@ class Gradients:
         elif self.trained.changed(everything=outdated):
             self.trained.meet()
             self._follow(self.trained)
+
+    def _now_stepped(self) -> list[Tensor]:
+        return [parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)]
+
+    def _steps_others(self) -> bool:
+        """Return True if a callback has added parameters to an optimizer, replaced or removed them."""
+        now = self._now_stepped()
+        return len(now) != len(self._stepped) or not all(map(is_, now, self._stepped))
 
     def _follow(self, trained: TrainedParameters) -> None:
         trained.note()

@@ -91,15 +91,15 @@ class TrainedParameters:
         before = [*self._parameters, *self._beside.values()]
         return len(now) == len(before) and all(map(operator.is_, now, before))
 
-    def agree(self, settings: int, *, shares_buffers: bool = False) -> tuple[bool, bool]:
+    def agree(self, settings: int, shared: Iterable[tuple[str, Tensor]] = ()) -> tuple[bool, bool]:
         """Check that all ranks train the same parameters. Collective, when an epoch begins.
 
         Parameters
         ----------
         settings : int
             Checksum of this rank's settings.
-        shares_buffers : bool
-            True if rank 0's buffers replace those of all ranks, so that their shapes must be equal.
+        shared : iterable of (name, buffer)
+            Buffers that rank 0's replace on all ranks, so that their shapes must be equal.
 
         Returns
         -------
@@ -113,8 +113,7 @@ class TrainedParameters:
         """
         # Digests first: ranks exchange the names of thousands of parameters only if the digests differ.
         names = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        buffers = dict(self._model.named_buffers()) if shares_buffers else {}
-        shapes = {name: tuple(b.shape) for name, b in buffers.items() if not nn.parameter.is_lazy(b)}
+        shapes = {name: tuple(buffer.shape) for name, buffer in shared if not nn.parameter.is_lazy(buffer)}
         digests = distributed.exchange_ints([zlib.crc32(repr(one).encode()) for one in (names, shapes)] + [settings])
         if any(digest != digests[0][0] for digest, *_ in digests):
             _raise_unequal(distributed.gather_object(names))

@@ -142,6 +142,7 @@ class Training(Run):
         self._held: dict[str, Any] | None = None  # what a checkpoint of the last finished step needs
         self._cut: dict[str, Any] | None = None  # position in the epoch in which the previous fit ended
         self._beside: Beside | None = None  # at the beginning of the first epoch
+        self._begun: Beside | None = None  # after the hooks there
         self._renewed: set[str] = set()  # of these attributes, what each epoch begins anew, such as a meter
         self._changed_first: dict[str, int] = {}  # by the first epoch
         self._saved: set[str] | None = None
@@ -308,11 +309,18 @@ class Training(Run):
         return {path: shown for path, shown in changed.items() if not between or path not in self._renewed}
 
     def _find_renewed(self) -> None:
-        """Find what the hooks at the beginning of an epoch have set back: a resumed epoch begins with it, too."""
+        """Find what the hooks at the beginning of an epoch have set back: a resumed epoch begins with it, too.
+
+        They leave it as in the first epoch. (A flag that they toggle is as it was before them, but not after them.)
+        """
         changed, self._changed_first = self._changed_first, {}
-        if changed and self._beside is not None:
-            now = Beside(self.loop, self._saved).changed_since(self._beside)
+        if self._beside is None or not (changed or self.hooks.on_epoch_begin):
+            return
+        if changed:
+            now = Beside(self.loop, self._saved).changed_since(self._begun or self._beside)
             self._renewed = changed.keys() - now
+        elif self._begun is None:
+            self._begun = Beside(self.loop, self._saved)
 
     # -- what callbacks change ---------------------------------------------------------------------------------------
 
