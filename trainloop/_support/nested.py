@@ -1,4 +1,4 @@
-"""Nested containers: take a batch, a prediction or a state apart, and rebuild it.
+"""Nested containers: take a batch, a prediction or a state apart, and rebuild it; pack arrays for checkpoints.
 
 A *container* is a mapping, a list, a tuple, a named tuple or a dataclass instance; anything else, including strings,
 sets, tensors and arrays, is one value. Each function here handles one level; the caller continues with the parts.

@@ -1,4 +1,4 @@
-"""Train a fold with a ``TrainLoop`` or an ``EstimatorLoop``, and return its score, predictions and model."""
+"""Count the rows of a dataset, train a fold with a loop, and return its score, predictions and model."""
 
 from __future__ import annotations
 
