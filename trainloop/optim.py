@@ -589,9 +589,9 @@ def trained_parameters(
     return [parameter for _, parameter in named_trained_parameters(model, criterion, optimizer)]
 
 
-def explain_sparse(model: nn.Module, criterion: Any, what: str) -> None:
+def explain_sparse(model: nn.Module, criterion: Any, optimizer: Optimizer | MultiOptimizer | None, what: str) -> None:
     """Called after an error of clipping: raise an error that names the parameter if a gradient is sparse."""
-    for name, parameter in named_trained_parameters(model, criterion):
+    for name, parameter in named_trained_parameters(model, criterion, optimizer):
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise ConfigurationError(
                 f"{what}: the gradient of {name} is sparse, and torch can't clip sparse gradients. Use sparse=False in "

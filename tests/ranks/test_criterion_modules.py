@@ -184,9 +184,10 @@ def test_a_warning_says_that_checkpoints_lack_a_parameter_that_only_the_optimize
         loop_of(model, None, sgd).fit(1, callbacks=[ModelCheckpoint(tmp_path)])
 
 
-def test_a_parameter_that_ranks_have_twice_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_parameter_that_ranks_have_twice_is_named(mode: str, capfd: pytest.CaptureFixture[str]) -> None:
     model, twice = Net(), nn.Parameter(torch.ones(3, dtype=D))
-    loop_of(model, nn.MSELoss(), optim.SGD([*model.parameters(), twice], lr=0.01), "ddp").fit(1)
+    loop_of(model, nn.MSELoss(), optim.SGD([*model.parameters(), twice], lr=0.01), mode).fit(1)
     assert capfd.readouterr().err.count("parameter 2 of the optimizer, which the model does not have, got no") == 1
 
 

@@ -105,7 +105,8 @@ class GradientClipping(GradientCallbackBase):
             if self.max_norm is not None:
                 clip_gradients(parameters, self.max_norm, **self.norm_kwargs)
         except (RuntimeError, NotImplementedError):
-            explain_sparse(self.train_loop_obj.model, self.train_loop_obj.criterion, type(self).__name__)
+            loop = self.train_loop_obj
+            explain_sparse(loop.model, loop.criterion, loop.optimizer, type(self).__name__)
             raise
 
 

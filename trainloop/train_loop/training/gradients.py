@@ -455,6 +455,8 @@ class Gradients:
                 self._place.wrapper.check_reduced()
                 if self.trained is not None:
                     self.trained.reduce_beside()
+            if self.trained is not None:
+                self.trained.warn_of_unused(parameters)
             self._joined, self._parts = self._parts, {}
             if in_parts or (self.ranks == 1 and len(step.given) <= 1):  # see scaled
                 return None
@@ -502,7 +504,7 @@ class Gradients:
             try:
                 clip(parameters, run.loop.gradient_clip_norm)
             except (RuntimeError, NotImplementedError):
-                explain_sparse(run.loop.model, run.loop.criterion, "gradient_clip_norm")
+                explain_sparse(run.loop.model, run.loop.criterion, run.loop.optimizer, "gradient_clip_norm")
                 raise
 
     def take_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -160,15 +160,20 @@ class TrainedParameters:
             self.meet()
         if late or self._beside:
             reduce_gradients([*self._beside.values(), *late])
-        if self._beside and not self._unused_warned:
-            self._unused_warned = True
-            unused = [name for name, p in self._beside.items() if p.requires_grad and p.grad is None]
-            if unused and distributed.is_global_zero():
-                warn_or_print(
-                    f"{described_names(unused)}, which the model does not have, got no gradient in the first step. If "
-                    "get_loss reads a parameter from a global of another module, that is not the optimizer's in ranks, "
-                    "where the module is imported again: make it an attribute of the model or the criterion."
-                )
+
+    def warn_of_unused(self, parameters: Iterable[Tensor]) -> None:
+        """Warn, after the first step of these parameters, of those outside of the model that got no gradient."""
+        if self._unused_warned or not self._beside:
+            return
+        self._unused_warned = True
+        stepped = set(map(id, parameters))
+        unused = [n for n, p in self._beside.items() if id(p) in stepped and p.requires_grad and p.grad is None]
+        if unused and distributed.is_global_zero():
+            warn_or_print(
+                f"{described_names(unused)}, which the model does not have, got no gradient in the first step. If "
+                "get_loss reads a parameter from a global of another module, that is not the optimizer's in ranks, "
+                "where the module is imported again: make it an attribute of the model or the criterion."
+            )
 
     def check_same_weights(
         self,
