@@ -232,8 +232,7 @@ def clip_gradients(
     """Apply ``nn.utils.clip_grad_norm_`` with the norm of all gradients, even if only some are sharded."""
     parameters, norm_type = list(parameters), float(norm_type)  # torch accepts 'inf', too
     gradients = [p.grad for p in parameters if p.grad is not None]
-    sharded = sum(map(is_sharded, gradients))
-    if not sharded:
+    if not any(map(is_sharded, gradients)):
         nn.utils.clip_grad_norm_(parameters, most, norm_type, error_if_nonfinite, **others)
         return
     norms = norms_over_ranks(gradients, norm_type)

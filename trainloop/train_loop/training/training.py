@@ -143,7 +143,7 @@ class Training(Run):
         self._cut: dict[str, Any] | None = None  # position in the epoch in which the previous fit ended
         self._beside: Beside | None = None  # at the beginning of the first epoch
         self._begun: Beside | None = None  # after the hooks there
-        self._renewed: set[str] = set()  # of these attributes, what each epoch begins anew, such as a meter
+        self._renewed: set[str] = set()  # of these attributes, what each epoch resets, such as a meter
         self._changed_first: dict[str, int] = {}  # by the first epoch
         self._saved: set[str] | None = None
         self._epoch_ended = False  # a callback has ended the epoch, before the checkpoint that this run resumes from
@@ -314,7 +314,7 @@ class Training(Run):
         They leave it as in the first epoch. (A flag that they toggle is as it was before them, but not after them.)
         """
         changed, self._changed_first = self._changed_first, {}
-        if self._beside is None or not (changed or self.hooks.on_epoch_begin):
+        if self._beside is None or self._saved is None or not (changed or self.hooks.on_epoch_begin):
             return
         if changed:
             now = Beside(self.loop, self._saved).changed_since(self._begun or self._beside)
