@@ -150,11 +150,16 @@ def beside_torch() -> dict[str, Any]:
 
     own, first = Normed(seed=rank), Normed(seed=0)
     own.norm.running_mean += rank
-    made = own.words.weight
-    before = made.detach().clone()
+    made, gone = own.words.weight, weakref.ref(own.blocks[0].up.weight)
+    optimizer = torch.optim.SGD([made], 0.1)
     TTFullyShardedDataParallel(own)
     facts["rank 0's weights"] = furthest(whole(own), whole(first))
-    facts["who made one has it as it was"] = torch.equal(made, before)
+    facts["memory is free"] = gone() is None
+    own.words.weight.grad = torch.ones_like(own.words.weight)
+    optimizer.step()  # created before
+    stepped = whole(own)["words.weight"]
+    facts["a former parameter"] = [made.grad.sum().item() == made.numel(), made.full_tensor().equal(stepped)]
+    facts["a former parameter"].append(float((stepped - whole(first)["words.weight"] + 0.1).abs().max()))
 
     sharded, plain = Yielding(), Yielding()
     wrapper = TTFullyShardedDataParallel(sharded)
@@ -205,7 +210,8 @@ def test_sharded_loop_equals_torch_and_one_process(world_size: int, tmp_path: Pa
     everyone = run_ranks(beside_torch, world_size, folder=tmp_path)
     for facts in everyone:
         assert facts["rank 0's weights"] == 0
-        assert facts["who made one has it as it was"]
+        assert facts["memory is free"]
+        assert facts["a former parameter"] == [True, True, pytest.approx(0, abs=1e-6)]
         assert facts["as they came"] == [True, True]
         for to, back in facts["given back"].items():
             assert back["beside"] == 0

@@ -38,10 +38,11 @@ class Slots:
             slot = self._grown()
         try:
             return slot.copy_(value)
-        except RuntimeError:  # copying nearly always works, and a check would cost time for every value
-            if not value.ndim or value.numel() != 1:
+        except (RuntimeError, AssertionError):  # copying nearly always works, and a check would cost time
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # a DTensor has it
+            if whole is value and (not value.ndim or value.numel() != 1):
                 raise
-            return slot.copy_(value.reshape(()))
+            return slot.copy_(whole.reshape(()))
 
     def _grown(self) -> Tensor:
         with self._growing:

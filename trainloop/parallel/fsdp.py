@@ -26,7 +26,7 @@ from trainloop.parallel.misuse import (
     refuse_other_parameters,
     refuse_shards_in_functions,
 )
-from trainloop.parallel.shards import is_sharded, stays_whole
+from trainloop.parallel.shards import References, is_sharded, stays_whole
 from trainloop.parallel.transparent import (
     Transparent,
     attributes_of,
@@ -42,6 +42,7 @@ from trainloop.parallel.undoing import (
     check_cpu,
     drop_gathered_gradients,
     parameter_groups,
+    read_whole_numbers,
     reduce_late_gradients,
     undo_fully_shard,
 )
@@ -206,6 +207,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 "sharded. Pass a model that is not sharded."
             )
         can_undo()
+        read_whole_numbers()
         guard_forks()
         super().__init__()
         self.module = module
@@ -225,7 +227,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         seed = _common_seed(mesh) if any(map(_is_on_meta, module.modules())) else None
         sends = init_sync and seed is None  # values that are created here are already equal on all ranks
         done: set[int] = {id(p) for p in self._tt_whole}
-        marks = {name: attributes_of(p) for name, p in module.named_parameters(remove_duplicate=False)}
+        before = dict(module.named_parameters(remove_duplicate=False))
+        marks = {name: attributes_of(p) for name, p in before.items()}
         for number, (name, unit) in enumerate(units):
             own = {p_name: p for p_name, p in unit.named_parameters() if id(p) not in done and not is_sharded(p)}
             check_dtypes(name or type(module).__name__, own)
@@ -270,6 +273,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             # The first pass gives padded shards other memory (2.7 does, 2.11 does not). A callback that has found them
             # before it, such as an average of the weights, would read the initial values from then on.
             self._begin()
+        self._tt_references = References(module, before)
+        self._tt_references.begin()
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -391,6 +396,19 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         for dim in range(self._tt_mesh.ndim):
             dist.all_reduce(parameter.grad, group=self._tt_mesh.get_group(dim))
 
+    def former_parameters(self) -> dict[int, nn.Parameter]:
+        """Return the parameters of the time before the sharding by the ``id`` of their shards, and by their own."""
+        return self._tt_references.of_shards()
+
+    @contextmanager
+    def without_references(self) -> Iterator[None]:
+        """Let the parameters of the time before the sharding be parameters of their own, and not stand for shards."""
+        self._tt_references.end()
+        try:
+            yield
+        finally:
+            self._tt_references.begin()
+
     def take_off(self, parameters: Mapping[str, nn.Parameter]) -> nn.Module:
         """Undo the sharding in place, without an exchange. The wrapper is unusable afterwards.
 
@@ -404,6 +422,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         nn.Module
             The module.
         """
+        self._tt_references.end()
         for hook in [*self._tt_hooks, *self._tt_until_begun]:
             hook.remove()
         if self._tt_watched is not None:

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "References",
     "bytes_of",
     "dense_parts",
     "MARKS",
@@ -295,3 +297,78 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
 def bytes_of(tensor: Tensor) -> int:
     """Return the bytes of a tensor of any layout."""
     return sum(part.nbytes for part in dense_parts(tensor))
+
+
+# -- references from before the sharding -------------------------------------------------------------------------------
+
+
+class _Reference(nn.Parameter):
+    """A parameter that was replaced by a shard: what is done with it is done with the shard.
+
+    Callbacks, criteria and optimizers may refer to parameters of the model. Without this, they would read old values
+    and change nothing.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*map(_resolved, args), **{key: _resolved(value) for key, value in (kwargs or {}).items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name == _PLACE:
+            raise AttributeError(name)
+        return getattr(_resolved(self), name)
+
+
+_PLACE = "_tt_place"
+
+
+def _resolved(value: Any) -> Any:
+    if type(value) is _Reference:
+        module, name = vars(value)[_PLACE]
+        return module._parameters[name]
+    if type(value) in (list, tuple):  # of several tensors, as in torch.stack()
+        return type(value)(map(_resolved, value))
+    return value
+
+
+class References:
+    """Let the parameters that a model had before it was sharded stand for its shards.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The sharded model.
+    before : mapping from str to nn.Parameter
+        Its former parameters by name.
+    """
+
+    def __init__(self, module: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+        self._found = []
+        for full_name, parameter in before.items():
+            owner_name, _, name = full_name.rpartition(".")
+            owner = module.get_submodule(owner_name)
+            if owner._parameters[name] is not parameter:
+                # Weak: unless something else refers to it, its memory is free.
+                self._found.append((weakref.ref(parameter), type(parameter), (owner, name)))
+
+    def of_shards(self) -> dict[int, nn.Parameter]:
+        """Return the former parameters by the ``id`` of their shards, and by their own."""
+        found = [(parameter, owner._parameters[name]) for parameter, _, (owner, name) in self._alive()]
+        return {id(key): parameter for parameter, shard in found for key in (parameter, shard)}
+
+    def begin(self) -> None:
+        for parameter, _, place in self._alive():
+            vars(parameter)[_PLACE] = place
+            parameter.__class__ = _Reference
+
+    def end(self) -> None:
+        """Let them be parameters of their own again."""
+        for parameter, kind, _ in self._alive():
+            parameter.__class__ = kind
+            vars(parameter).pop(_PLACE, None)
+
+    def _alive(self) -> Iterator[tuple[nn.Parameter, type, tuple[nn.Module, str]]]:
+        for reference, kind, place in self._found:
+            parameter = reference()
+            if parameter is not None:
+                yield parameter, kind, place

@@ -1,4 +1,4 @@
-"""Undo ``fully_shard``, which torch itself has no function for, and complete its gradients.
+"""Undo ``fully_shard``, which torch itself has no function for, and complete its gradients and numbers.
 
 ``fully_shard`` changes a module in place: it replaces its class and adds hooks and marks. ``fit`` must return the same
 model object without these changes. This module has all private torch names that this needs (checked in torch 2.6 to
@@ -16,6 +16,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from trainloop._support.nested import tensors_of
+from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import MARKS
 
@@ -24,6 +25,7 @@ __all__ = [
     "check_cpu",
     "drop_gathered_gradients",
     "parameter_groups",
+    "read_whole_numbers",
     "reduce_late_gradients",
     "undo_fully_shard",
 ]
@@ -59,6 +61,25 @@ def can_undo() -> None:
             f"gpu_mode='fsdp' with torch {torch.__version__}: {missing}, which is needed to undo the sharding. Install "
             "torch 2.6 to 2.15, or use gpu_mode='ddp'."
         )
+
+
+def read_whole_numbers() -> None:
+    """Make ``item()``, ``float()`` and ``bool()`` of sharded tensors those of the whole tensor. (torch 2.6 to 2.15)
+
+    torch returns this rank's part: the norm of its shard for ``p.grad.norm().item()``. This is an exchange between the
+    tensor's ranks, as other operations on sharded tensors are.
+    """
+    from torch.distributed.tensor import DTensor
+
+    reads = torch.ops.aten._local_scalar_dense.default
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[reads] = _whole_number
+
+
+def _whole_number(operation: Any, args: Any, kwargs: Any) -> Any:
+    if not all(placement.is_replicate() for placement in args[0].placements):
+        refuse_on_one_rank("item() of a sharded tensor")
+    return operation(args[0].full_tensor())
 
 
 def check_cpu() -> None:

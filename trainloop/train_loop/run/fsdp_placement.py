@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -63,10 +64,18 @@ class _Scaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
 
-class _RefusesIgnored(RefusesLostChanges):
-    """Raise an error also for changes of sharded parameters that FSDP ignores; it keeps its own references to them."""
+class _OnShards(RefusesLostChanges):
+    """Convert whole tensors to Python's and numpy's types; raise an error also for changes that FSDP ignores.
+
+    FSDP keeps its own references to the sharded parameters.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _CONVERSIONS and is_sharded(args[0]):
+            converted = func(full_tensor(args[0]), *args[1:], **(kwargs or {}))
+            if isinstance(converted, np.ndarray):
+                converted.flags.writeable = False  # numpy then refuses a change, which would not reach the shards
+            return converted
         if func in _IGNORED and args and is_sharded(args[0]):
             if func == _SETS_DATA and local_shard(args[0]).data_ptr() == local_shard(args[1]).data_ptr():
                 return None  # `p.data += x` has changed the shard itself before
@@ -81,7 +90,7 @@ class _RefusesIgnored(RefusesLostChanges):
 def _explaining_shards(what: str) -> Iterator[None]:
     """Raise an error for what the code of a user's method ``what`` does with a shard in vain, or can't do with it."""
     try:
-        with _RefusesIgnored():
+        with _OnShards():
             yield
     except RuntimeError as error:
         if not is_of_shards(error):
@@ -98,6 +107,7 @@ def _explaining_shards(what: str) -> Iterator[None]:
         ) from error
 
 
+_CONVERSIONS = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__format__)
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _IGNORED = {
     _SETS_DATA: "p.data = ...",
@@ -174,10 +184,11 @@ class ShardedPlacement(Placement):
         callbacks = list(callbacks)
         found: dict[int, Any] = {}
         _map_kept(callbacks, lambda tensor: found.setdefault(id(tensor), tensor))
-        shards = [tensor for tensor in found.values() if is_sharded(tensor)]
+        of_model: dict[int, Any] = self.wrapper.former_parameters()  # the caller's callbacks get the caller's own
+        shards = [tensor for key, tensor in found.items() if key not in of_model and is_sharded(tensor)]
         file = result_file()
         whole_ones = map(gathered, shards) if file is None else _in_file(shards, file)
-        made = dict(zip(map(id, shards), whole_ones, strict=True))
+        made = of_model | dict(zip(map(id, shards), whole_ones, strict=True))
         _map_kept(callbacks, lambda tensor: made.get(id(tensor), tensor))
 
     @property
@@ -236,9 +247,10 @@ def sharded(
     if "init_sync" not in wrapper_args:  # not if all ranks map the same weights, which the launching process has sent
         wrapper_args = {**wrapper_args, "init_sync": not _all_here() or result_file() is None}
     wrapper = TTFullyShardedDataParallel(model, **wrapper_args)
-    for name, p in originals.items():
-        if not stays_whole(p):
-            p.data = kept[name]
+    with wrapper.without_references():
+        for name, p in originals.items():
+            if not stays_whole(p):
+                p.data = kept[name]
     shards = dict(model.named_parameters())
     first = dict(shards)
     before = [(optimizer.state, list(optimizer.param_groups)) for optimizer in optimizers]
@@ -258,15 +270,9 @@ def sharded(
             names = {id(p): name for name, p in first.items()}  # of modules that callbacks have removed, too
             names.update((id(p), name) for _, name, p in _found_again(model, shards))
             file = result_file() if values_to == "host" else None
-            _write_back(
-                [*{id(p): p for p in (*own_parameters(model), *first.values())}.values()],
-                names,
-                originals,
-                kept,
-                optimizers,
-                own_state,
-                file,
-            )
+            now = [*{id(p): p for p in (*own_parameters(model), *first.values())}.values()]
+            with wrapper.without_references():
+                _write_back(now, names, originals, kept, optimizers, own_state, file)
             returned = True
     finally:
         for optimizer in optimizers[len(before) :]:
