@@ -16,7 +16,7 @@ from trainloop.optim import MultiLoss
 CPU = torch.device("cpu")
 # The loop refuses fsdp on the CPU with an older one, see tests/unit/arguments/test_arguments.py.
 needs_fsdp_on_cpu = pytest.mark.skipif(
-    torch.__version__ < TorchVersion("2.11"), reason="fsdp on the CPU needs PyTorch 2.11"
+    torch.__version__ < TorchVersion("2.9"), reason="fsdp on the CPU needs PyTorch 2.9"
 )
 FSDP = pytest.param("fsdp", marks=needs_fsdp_on_cpu)
 

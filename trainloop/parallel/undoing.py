@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-_ON_CPU = "2.11"  # the first torch that is known to train on the CPU by fully_shard
+_ON_CPU = "2.9"  # the first torch whose fully_shard averages on the CPU
 _NEEDED = {
     "torch.distributed._composable_state": ("_module_state_mapping",),
     "torch.distributed._composable.contract": ("REGISTRY_KEY", "STATE_KEY"),
@@ -86,7 +86,7 @@ def check_cpu() -> None:
     """Check that ``fully_shard`` of this torch trains on the CPU.
 
     Torch 2.6 does not support it. Torch 2.7 and 2.8 add up float32 gradients instead of averaging them: their Gloo
-    computes the sum where it is asked for the average. (2.9 and 2.10 were not tried.)
+    computes the sum where it is asked for the average.
 
     Raises
     ------
