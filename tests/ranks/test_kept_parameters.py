@@ -1,4 +1,4 @@
-"""Callbacks and criteria that keep parameters, and read numbers of them: in all modes as in one process."""
+"""Callbacks and criteria that keep, read and save parameters: in all modes as in one process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.sharded_models import FSDP
+from kit.sharded_models import FSDP, needs_fsdp_on_cpu
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop.callbacks import ModelCheckpoint
+from trainloop.errors import WorkerFailedError
 
 pytestmark = pytest.mark.long
 
@@ -177,3 +178,28 @@ def test_numbers_of_a_parameter_are_those_of_the_whole_one(mode: str, ranks: int
     assert reads.found == pytest.approx(expected.found, rel=1e-12)
     for name in ("norm", "gradient"):
         assert loop.history[name] == pytest.approx(single.history[name], rel=1e-12)
+
+
+class Saves(AbstractCallback):
+    def __init__(self, path: Path, whole: bool) -> None:
+        super().__init__("saves")
+        self.path, self.whole = path, whole
+
+    def on_epoch_end(self) -> None:
+        state = self.train_loop_obj.model.state_dict()
+        if self.whole:
+            state = {name: p.full_tensor() for name, p in state.items()}
+        if self.train_loop_obj.is_main_process():
+            torch.save(state, self.path)
+
+
+@needs_fsdp_on_cpu
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_file_of_a_hook_contains_whole_tensors_or_is_refused(whole: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    if not whole:
+        with pytest.raises(WorkerFailedError, match=r"one rank's shard\. In fsdp, ModelCheckpoint .*full_tensor"):
+            run(lambda _: Saves(path, whole), "fsdp", 2)
+        return
+    model, _, _ = run(lambda _: Saves(path, whole), "fsdp", 2)
+    torch.testing.assert_close(torch.load(path), model.state_dict(), rtol=0, atol=0)

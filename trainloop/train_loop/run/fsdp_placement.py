@@ -76,6 +76,13 @@ class _OnShards(RefusesLostChanges):
             if isinstance(converted, np.ndarray):
                 converted.flags.writeable = False  # numpy then refuses a change, which would not reach the shards
             return converted
+        if func == Tensor.__reduce_ex__ and is_sharded(args[0]):
+            raise ConfigurationError(
+                "a sharded tensor can't be pickled, as torch.save() does: the file would contain one rank's shard. In "
+                "fsdp, ModelCheckpoint writes the model, and the optimizers. To write a file yourself, get whole "
+                "tensors on all ranks, state = {k: v.full_tensor() if hasattr(v, 'full_tensor') else v for k, v in "
+                "model.state_dict().items()}, and save them on one."
+            )
         if func in _IGNORED and args and is_sharded(args[0]):
             if func == _SETS_DATA and local_shard(args[0]).data_ptr() == local_shard(args[1]).data_ptr():
                 return None  # `p.data += x` has changed the shard itself before
