@@ -88,8 +88,8 @@ def pytest_runtest_call() -> Iterator[object]:
         return (yield)
     except Exception as error:  # an AssertionError, where a rank's own error is shown, or another one is expected
         is_fsdp = any(words in str(error) for words in ("gpu_mode='fsdp' on the CPU: PyTorch", "'ignored_params'"))
-        if torch.__version__ < TorchVersion("2.9") and is_fsdp:
-            pytest.skip("fsdp on the CPU needs PyTorch 2.9")
+        if torch.__version__ < TorchVersion("2.10") and is_fsdp:
+            pytest.skip("fsdp on the CPU needs PyTorch 2.10")
         raise
 
 

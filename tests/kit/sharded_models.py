@@ -16,7 +16,7 @@ from trainloop.optim import MultiLoss
 CPU = torch.device("cpu")
 # The loop refuses fsdp on the CPU with an older one, see tests/unit/arguments/test_arguments.py.
 needs_fsdp_on_cpu = pytest.mark.skipif(
-    torch.__version__ < TorchVersion("2.9"), reason="fsdp on the CPU needs PyTorch 2.9"
+    torch.__version__ < TorchVersion("2.10"), reason="fsdp on the CPU needs PyTorch 2.10"
 )
 FSDP = pytest.param("fsdp", marks=needs_fsdp_on_cpu)
 

@@ -17,6 +17,7 @@ from kit.sharded_models import Tower, needs_fsdp_on_cpu
 from test_parity_fsdp import adam, data, distance, float64
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
 
 from conftest import make_data
@@ -380,6 +381,7 @@ class Normalizer(nn.Module):
 
 
 @pytest.mark.long
+@pytest.mark.skipif(torch.__version__ < TorchVersion("2.11"), reason="an error that says so before PyTorch 2.11")
 @pytest.mark.filterwarnings("ignore:the checkpoint has state of callbacks")
 def test_a_parameter_that_its_module_replaces_when_it_loads_comes_back_to_the_caller(tmp_path: Path) -> None:
     def loop(value: float) -> TrainLoop[Any]:
