@@ -20,7 +20,7 @@ import numpy as np
 from trainloop import checkpoint
 from trainloop._launch.module_state import SentModules
 from trainloop._launch.settings import SentSettings
-from trainloop._support.keywords import refuses_unknown
+from trainloop._support.keywords import refuses_unknown, why_not
 from trainloop._support.output import bar_size, guarded_output
 from trainloop._support.scratch import remove, temporary_folder
 from trainloop.errors import ConfigurationError
@@ -262,6 +262,10 @@ def tune(
 def _check_arguments(make_loop: Any, mode: Any, backend: Any, keep: Any, data: Any, metric: Any) -> None:
     if not callable(make_loop):
         raise ConfigurationError(f"make_loop={make_loop!r}: must be callable as make_loop(params, fold).")
+    if why := why_not(make_loop, {}, None):
+        raise ConfigurationError(
+            f"make_loop can't be called as make_loop(params, fold): {why}. Without folds, ``fold`` is None."
+        )
     for name, value, known in (
         ("mode", mode, ("min", "max")),
         ("backend", backend, ("local", "ray")),

@@ -648,6 +648,7 @@ def test_parameters_of_any_type_are_kept_exactly_and_readably(tmp_path: Path) ->
     "changed, error, what",
     [
         ({"make_loop": 3}, ConfigurationError, "make_loop=3: must be callable"),
+        ({"make_loop": lambda params: None}, ConfigurationError, r"make_loop\(params, fold\): too many positional"),
         ({"mode": "lowest"}, ConfigurationError, "mode='lowest': must be 'min' or 'max'"),
         ({"backend": "dask"}, ConfigurationError, "backend='dask': must be 'local' or 'ray'"),
         ({"searcher": "bayes"}, ConfigurationError, "searcher='bayes'"),
