@@ -82,6 +82,17 @@ class Steps(Keeps):
         self.adam.step()
 
 
+class Adds(Keeps):
+    """Gives the optimizer a group of kept parameters, and later replaces it by another one."""
+
+    def on_epoch_begin(self) -> None:
+        loop = self.train_loop_obj
+        if loop.epoch == 1:
+            loop.optimizer.add_param_group({"params": self.parameters[:2], "lr": 0.05})
+        if loop.epoch == 2:
+            loop.optimizer = optim.Adam(self.parameters, 0.01)
+
+
 class Decays(nn.Module):
     """A criterion with a penalty of one weight, which is no parameter of the criterion."""
 
@@ -100,7 +111,7 @@ def run(
     x = torch.randn(26, 4, generator=generator, dtype=torch.float64)
     model = Net()
     kept = kind(model)
-    trained = model.body.parameters() if kind is Steps else model.parameters()
+    trained = {Steps: model.body, Adds: model.head}.get(kind, model).parameters()
     loop = TrainLoop(
         model,
         DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), 6 if mode == "dp" else 6 // ranks),
@@ -126,14 +137,16 @@ def numbers(model: Net, loop: TrainLoop) -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:.*are in no optimizer")
 @pytest.mark.parametrize(("mode", "ranks"), [("dp", 2), ("ddp", 2), (*FSDP.values, 2), (*FSDP.values, 3)])
-@pytest.mark.parametrize("kind", [Averages, Scales, Clamps, Freezes, Steps, Decays])
+@pytest.mark.parametrize("kind", [Averages, Scales, Clamps, Freezes, Steps, Adds, Decays])
 def test_parameters_kept_from_before_fit_are_the_model_s(kind: Any, mode: str, ranks: int, tmp_path: Path) -> None:
     model, kept, loop = run(kind, mode, ranks, tmp_path)
     expected, expected_kept, single = run(kind, "single", 1)
     torch.testing.assert_close(numbers(model, loop), numbers(expected, single), rtol=1e-12, atol=1e-12)
     own = kept.kept if kind is Decays else kept.parameters
     assert {id(p) for p in own} <= {id(p) for p in model.parameters()}
-    assert {type(p) for p in own} == {nn.Parameter}
+    stepped = [p for group in loop.optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in stepped} <= {id(p) for p in model.parameters()}
+    assert {type(p) for p in (*own, *stepped)} == {nn.Parameter}
     if kind is Averages:
         torch.testing.assert_close(kept.average, expected_kept.average, rtol=1e-12, atol=1e-12)
     if kind in (Scales, Clamps, Freezes):

@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from trainloop.errors import ConfigurationError
+
 __all__ = [
     "References",
     "bytes_of",
@@ -28,6 +30,7 @@ __all__ = [
     "is_first_replica",
     "is_mark_of_sharding",
     "is_sharded",
+    "resolved",
     "local_shard",
     "map_items",
     "map_tensors",
@@ -36,6 +39,7 @@ __all__ = [
     "shard_like",
     "spread_like",
     "stays_whole",
+    "step_shards",
     "full_tensor",
     "with_items",
 ]
@@ -311,24 +315,44 @@ class _Reference(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*map(_resolved, args), **{key: _resolved(value) for key, value in (kwargs or {}).items()})
+        return func(*map(resolved, args), **{key: resolved(value) for key, value in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
         if name == _PLACE:
             raise AttributeError(name)
-        return getattr(_resolved(self), name)
+        return getattr(resolved(self), name)
 
 
 _PLACE = "_tt_place"
 
 
-def _resolved(value: Any) -> Any:
+def resolved(value: Any) -> Any:
+    """Return the shard for which a former parameter stands; return other values, and tuples and lists, with theirs."""
     if type(value) is _Reference:
         module, name = vars(value)[_PLACE]
         return module._parameters[name]
     if type(value) in (list, tuple):  # of several tensors, as in torch.stack()
-        return type(value)(map(_resolved, value))
+        return type(value)(map(resolved, value))
     return value
+
+
+def step_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Replace former parameters in an optimizer's groups, such as a group that a callback has added, by their shards.
+
+    Raises
+    ------
+    ConfigurationError
+        If the optimizer would step a shard twice, which torch refuses for parameters.
+    """
+    if not any(type(p) is _Reference for group in optimizer.param_groups for p in group["params"]):
+        return
+    for group in optimizer.param_groups:
+        group["params"] = resolved(group["params"])
+    for former in [p for p in optimizer.state if type(p) is _Reference]:
+        optimizer.state[resolved(former)] = optimizer.state.pop(former)
+    ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if len({*ids}) < len(ids):
+        raise ConfigurationError("some parameters appear in more than one parameter group of an optimizer.")
 
 
 class References:

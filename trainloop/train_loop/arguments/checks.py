@@ -30,6 +30,7 @@ from trainloop.optim import (
     own_parameters,
     parameters_of,
 )
+from trainloop.parallel.shards import resolved
 from trainloop.resources.quota import ResourceQuota
 from trainloop.train_loop.arguments.options import AmpOptions, RestartOptions
 
@@ -150,7 +151,7 @@ def check_optimizer(optimizer: Any, model: nn.Module, criterion: Any = None) -> 
     if len(singles) > 1:
         own |= {id(parameter) for _, parameter in named_trained_parameters(model, criterion)}
     for i, single in enumerate(singles):
-        if not any(id(parameter) in own for parameter in parameters_of(single)):
+        if not any(id(resolved(parameter)) in own for parameter in parameters_of(single)):
             which = f"optimizer {i} of the MultiOptimizer" if isinstance(optimizer, MultiOptimizer) else "optimizer"
             raise ConfigurationError(
                 f"{which}, a {type(single).__name__}, has none of the model's parameters. Create it from "

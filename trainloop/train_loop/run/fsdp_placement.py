@@ -28,6 +28,7 @@ from trainloop.parallel.shards import (
     map_tensors,
     shard_like,
     stays_whole,
+    step_shards,
     write_shard,
 )
 from trainloop.train_loop.run.placement import Placement, move_state
@@ -136,6 +137,7 @@ class ShardedPlacement(Placement):
         """Write the state of optimizers that a callback has assigned into the caller's shapes at the end, too."""
         for optimizer in optimizers:
             for one in (optimizer, *inner_optimizers(optimizer).values()):
+                step_shards(one)
                 if all(one is not known for known in self.stepped):
                     self.stepped.append(one)
 
