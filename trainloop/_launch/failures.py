@@ -319,7 +319,10 @@ def is_about_memory(error: BaseException) -> bool | None:
     return None if re.search(_PERHAPS_GPU_MEMORY, text, re.IGNORECASE) else False
 
 
-_IN_HOOKS = "Evaluations and predictions in hooks must run on every rank, too, and not under `if rank == 0:`."
+_IN_HOOKS = (
+    "Evaluations, predictions and operations on sharded parameters in hooks must run on every rank, too, not under "
+    "`if rank == 0:`."
+)
 # Frames of torch's exchanges for a unit of fsdp.
 _IN_UNIT = "_fully_shard"
 _SAME_UNITS = (
