@@ -420,14 +420,18 @@ class Run:
         # If any rank has a hook, all ranks exchange here. Without hooks, an occasional exchange is enough.
         has_hooks = any(callback.uses_hook("on_log") for callback in self.loop.callbacks)
         if exchange or has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
-            self.publish(self.recorder.exchange_steps())
+            self._share_steps()
         else:
             self.recorder.compact()
 
     def share_logs(self) -> None:
         """Exchange all values of steps so far, so that the history of every rank has them. Collective; waits."""
-        self.publish(self.recorder.exchange_steps())
+        self._share_steps()
         self.loop.history.put_agreed(self.exchange({}, attachment=self.loop.history.take_own()).attachments)
+
+    def _share_steps(self) -> None:
+        # A hook may ask within a step, of which only some micro-batches are done.
+        self.publish(self.recorder.exchange_steps(finished=self.loop.global_step))
 
     def publish(self, steps: StepValues) -> None:
         """Add step values to the history and, on rank 0, pass them to ``on_log``."""
