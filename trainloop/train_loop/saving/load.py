@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -128,6 +129,7 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
     again = loop.global_step == state["place"]["global_step"] > 0
     if wrong := about_criterion(loop, state):
         warn(f"tl.criterion is not the one with which the training ended: {wrong}")
+    _let_callbacks_fit_model(loop, state)
     _load_parts(loop, state)
     # A callback may have replaced the model's weights by those with which training would continue.
     load_model(loop.model, state)
@@ -161,6 +163,26 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
                 "that wrote it. To train further in this process, leave resume_from out."
             )
     remove_dead()  # folders of a killed training; normally a rank removes them, but none is started here
+
+
+def _let_callbacks_fit_model(loop: LoopState, state: dict[str, Any]) -> None:
+    """If the checkpoint does not fit the model, call the hooks that change its structure where a run resumes."""
+    try:
+        check_checkpoint(loop, state)
+        return
+    except CheckpointError:
+        before = replace(loop.progress)
+    loop.note(resumed=True)
+    for name in COUNTERS:
+        setattr(loop.progress, name, state["place"][name])
+    for callback in sorted(loop.callbacks, key=lambda one: one.execution_order):
+        if overrides_of_user(callback, "on_train_begin"):
+            callback.on_train_begin()
+    try:
+        check_checkpoint(loop, state)
+    except CheckpointError:
+        loop.note(progress=before)
+        raise
 
 
 def _load_own(loop: LoopState, state: dict[str, Any], mine: dict[str, Any], *, same_ranks: bool) -> None:
