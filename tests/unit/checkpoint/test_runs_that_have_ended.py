@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from kit.small_loop import STEPS_PER_EPOCH, Scores, make_loop
+from torch.nn.utils import prune
 
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import EarlyStopping, ExponentialMovingAverage, ModelCheckpoint, TimeLimit
+from trainloop.errors import CheckpointError
 
 
 class Calls(AbstractCallback):
@@ -100,6 +102,48 @@ def test_the_end_of_training_is_made_up_for(folder: Path) -> None:
     resumed.fit(num_epochs=2, callbacks=[calls, ModelCheckpoint("kept")], resume_from="last")
     assert calls.heard == ["train begin", "train end"]
     assert state_of(resumed) == state_of(undisturbed)
+
+
+class Prunes(AbstractCallback):
+    """Changes the structure after the first epoch, and again where a run resumes."""
+
+    def __init__(self) -> None:
+        super().__init__("prunes")
+        self.begins: list[tuple[bool, int]] = []
+
+    def prune(self) -> None:
+        prune.l1_unstructured(self.train_loop_obj.model.fc, "weight", amount=0.5)
+
+    def on_train_begin(self) -> None:
+        loop = self.train_loop_obj
+        self.begins.append((loop.resumed, loop.epoch))
+        if loop.resumed and loop.epoch >= 1:
+            self.prune()
+
+    def on_epoch_end(self) -> None:
+        if self.train_loop_obj.epoch == 0:
+            self.prune()
+
+
+def test_a_finished_run_whose_callback_changed_the_structure(folder: Path) -> None:
+    first, again, longer, whole = (make_loop(seed=3) for _ in range(4))
+    first.fit(num_epochs=2, callbacks=[Prunes(), ModelCheckpoint("kept")])
+    prunes = Prunes()
+    again.fit(num_epochs=2, callbacks=[prunes, ModelCheckpoint("kept")], resume_from="last")
+    assert state_of(again) == state_of(first)
+    assert prunes.begins == [(True, 2)]
+    longer.fit(num_epochs=3, callbacks=[Prunes(), ModelCheckpoint("kept")], resume_from="last")
+    whole.fit(num_epochs=3, callbacks=[Prunes()])
+    assert state_of(longer) == state_of(whole)
+
+
+def test_a_finished_run_of_another_model_is_an_error_and_changes_nothing(folder: Path) -> None:
+    first, other = make_loop(seed=3), make_loop(seed=3)
+    first.fit(num_epochs=1, callbacks=[Prunes(), ModelCheckpoint("kept")])
+    before = state_of(other)
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        other.fit(num_epochs=1, callbacks=[Calls(), ModelCheckpoint("kept")], resume_from="last")
+    assert state_of(other) == before
 
 
 class Stops(AbstractCallback):
