@@ -187,7 +187,7 @@ class AbstractCallback:
     def end_training(self, reason: str = "") -> None:
         """End training after this step (in ``on_epoch_end``, after this epoch), and print the reason.
 
-        Any rank may call it; all ranks end at the same step.
+        All ranks end at the same step; if only some ranks call it, this may be one or a few steps later.
         """
         self.train_loop_obj.end_training(self, reason)
 

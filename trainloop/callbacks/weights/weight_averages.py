@@ -510,8 +510,8 @@ class StochasticWeightAveraging(WeightAverage):
             loop.evaluate_model_loss(loop.train_loader)  # calls the two hooks below; the result is not recorded
         self._pass.finish()
         names = {id(buffer): name for name, buffer in loop.model.named_buffers()}
-        for buffer, value in self._pass.replaced():
-            self._trained[names[id(buffer)]] = value
+        statistics = {names[id(buffer)]: value for buffer, value in self._pass.replaced()}
+        self._trained = {**(self._trained or {}), **statistics}
         self._pass = None
 
     @logs_nothing
