@@ -8,7 +8,7 @@ import pytest
 import torch
 from kit.small_loop import Net, make_loop
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTModel
@@ -89,6 +89,33 @@ def test_random_numbers_drawn_in_a_hook_do_not_show() -> None:
     for callbacks in ([], [Draws()]):
         torch.manual_seed(3)
         weights.append(make_loop(shuffle=True).fit(num_epochs=3, callbacks=callbacks).fc.weight)
+    assert torch.equal(*weights)
+
+
+OWN_ORDER: dict[str, Any] = {
+    "loader": lambda data, g: DataLoader(data, 16, shuffle=True, generator=g),
+    "sampler": lambda data, g: DataLoader(data, 16, sampler=RandomSampler(data, True, 60, generator=g)),
+    "weights": lambda data, g: DataLoader(data, 16, sampler=WeightedRandomSampler([1.0] * 101, 60, generator=g)),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_ORDER)
+@pytest.mark.parametrize("hook", ["on_batch_end", "on_epoch_end"])
+@pytest.mark.parametrize("mode", ["single", "dp", pytest.param("ddp", marks=pytest.mark.long)])
+def test_evaluations_of_a_loader_with_a_generator_do_not_change_the_training(kind: str, hook: str, mode: str) -> None:
+    class Evaluates(AbstractCallback):
+        def evaluate(self) -> None:
+            self.train_loop_obj.evaluate_loss_on_train_set()
+            self.train_loop_obj.predict_on_validation_set()
+
+    setattr(Evaluates, hook, Evaluates.evaluate)
+    weights = []
+    for callbacks in ([], [Evaluates()]):
+        tl = make_loop(gpu_mode=mode, devices=1 if mode == "single" else 2)
+        generator = torch.Generator().manual_seed(4)
+        tl.train_loader = OWN_ORDER[kind](make_data(), generator)
+        tl.validation_loader = DataLoader(make_data(33, seed=5), 16, shuffle=True, generator=generator)
+        weights.append(tl.fit(num_epochs=3, callbacks=callbacks).fc.weight)
     assert torch.equal(*weights)
 
 

@@ -6,7 +6,7 @@ import copy
 import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, TypeVar
@@ -252,6 +252,20 @@ def set_generator_states(loaders: Iterable[Any], states: Iterable[Mapping[str, A
     """Set the states of loaders' generators. A generator without a saved state is not changed."""
     for loader, saved in zip(loaders, states, strict=True):
         set_states(generators_of(loader), saved)
+
+
+@contextmanager
+def generators_restored(loader: Any) -> Iterator[None]:
+    """Let the block draw from a loader's generators without an effect afterwards.
+
+    A sampler that has a state of its own is not changed: it may be within a pass.
+    """
+    own = {name: one for name, one in generators_of(loader).items() if not isinstance(one, _OfState)}
+    before = {name: one.get_state() for name, one in own.items()}
+    try:
+        yield
+    finally:
+        set_states(own, before)
 
 
 def set_states(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:

@@ -34,6 +34,7 @@ from trainloop.data import EvalFeed
 from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.loader.loader_copies import end_workers, keeps_workers, with_workers
 from trainloop.data.loader.loaders import Shared, check_shared, workers_outlive_signals
+from trainloop.data.order.orders import generators_restored
 from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import whole_batch
 from trainloop.distributed.tensors import copy_from_first
@@ -373,7 +374,8 @@ class Run:
     def _evaluation(self, prefix: str) -> Iterator[Recorder]:
         """Yield a recorder for an evaluation of rank 0's model; meanwhile, it receives all logs.
 
-        The training around the evaluation is not affected: modules' modes and random states are restored.
+        The training around the evaluation is not affected: modules' modes and random states are restored, and those of
+        the training loader's generators, which an evaluation of this loader (or of one that shares them) draws from.
         """
         # A criterion may have dropout, statistics or a memory, too.
         modules = trained_modules(self.loop.model, self.loop.criterion)
@@ -381,7 +383,8 @@ class Run:
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
         buffers = _buffers_of_rank_0(modules) if self.parallel else nullcontext()
         criteria = class_criteria(self.loop.model, self.loop.criterion)
-        with buffers, self.listening(recorder), evaluating(*modules), rng.isolated(), criteria:
+        order = generators_restored(self.loop.train_loader) if self.trains else nullcontext()
+        with buffers, self.listening(recorder), evaluating(*modules), rng.isolated(), order, criteria:
             yield recorder
 
     def _into_history(self, prefix: str, values: dict[str, float]) -> None:
