@@ -129,8 +129,7 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
     again = loop.global_step == state["place"]["global_step"] > 0
     if wrong := about_criterion(loop, state):
         warn(f"tl.criterion is not the one with which the training ended: {wrong}")
-    _let_callbacks_fit_model(loop, state)
-    _load_parts(loop, state)
+    _load_finished(loop, state)
     # A callback may have replaced the model's weights by those with which training would continue.
     load_model(loop.model, state)
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
@@ -165,24 +164,31 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
     remove_dead()  # folders of a killed training; normally a rank removes them, but none is started here
 
 
-def _let_callbacks_fit_model(loop: LoopState, state: dict[str, Any]) -> None:
-    """If the checkpoint does not fit the model, call the hooks that change its structure where a run resumes."""
+def _load_finished(loop: LoopState, state: dict[str, Any]) -> None:
+    """Load the loop's own parts. If that fails, first call the hooks that prepare the loop where a run resumes.
+
+    They change the structure of the model, or make what a callback loads its state into.
+    """
     try:
         check_checkpoint(loop, state)
+        _load_parts(loop, state)
         return
-    except CheckpointError:
-        before = replace(loop.progress)
+    except Exception:
+        preparing = [callback for callback in loop.callbacks if overrides_of_user(callback, "on_train_begin")]
+        if not preparing:
+            raise
+    before = replace(loop.progress)
     loop.note(resumed=True)
     for name in COUNTERS:
         setattr(loop.progress, name, state["place"][name])
-    for callback in sorted(loop.callbacks, key=lambda one: one.execution_order):
-        if overrides_of_user(callback, "on_train_begin"):
-            callback.on_train_begin()
+    for callback in sorted(preparing, key=lambda one: one.execution_order):
+        callback.on_train_begin()
     try:
         check_checkpoint(loop, state)
     except CheckpointError:
         loop.note(progress=before)
         raise
+    _load_parts(loop, state)
 
 
 def _load_own(loop: LoopState, state: dict[str, Any], mine: dict[str, Any], *, same_ranks: bool) -> None:
