@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit.small_loop import Net, make_loop
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTModel
@@ -116,6 +117,46 @@ def test_evaluations_of_a_loader_with_a_generator_do_not_change_the_training(kin
         tl.train_loader = OWN_ORDER[kind](make_data(), generator)
         tl.validation_loader = DataLoader(make_data(33, seed=5), 16, shuffle=True, generator=generator)
         weights.append(tl.fit(num_epochs=3, callbacks=callbacks).fc.weight)
+    assert torch.equal(*weights)
+
+
+class Draws(Net):
+    """Draws noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(8, 3)
+        self.generator = torch.Generator().manual_seed(4)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        noise = torch.rand(1, generator=self.generator)
+        return noise * super().get_loss(batch_data, criterion, device)
+
+
+class Noisy(TensorDataset):
+    """Draws from a generator of its own, too."""
+
+    def __init__(self) -> None:
+        super().__init__(*make_data().tensors)
+        self.rng = np.random.default_rng(3)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + self.rng.random(), y
+
+
+@pytest.mark.parametrize("mode", ["single", pytest.param("ddp", marks=pytest.mark.long)])
+def test_evaluations_do_not_advance_generators_of_the_model_and_the_dataset(mode: str) -> None:
+    class Evaluates(AbstractCallback):
+        def on_batch_end(self) -> None:
+            self.train_loop_obj.evaluate_loss_on_train_set()
+
+    weights = []
+    for callbacks in ([], [Evaluates()]):
+        tl = make_loop(Draws(), gpu_mode=mode, devices=1 if mode == "single" else 2, end_auto_eval=False)
+        tl.train_loader = DataLoader(Noisy(), 16)
+        weights.append(tl.fit(num_epochs=2, callbacks=callbacks).fc.weight)
     assert torch.equal(*weights)
 
 

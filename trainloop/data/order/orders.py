@@ -255,12 +255,13 @@ def set_generator_states(loaders: Iterable[Any], states: Iterable[Mapping[str, A
 
 
 @contextmanager
-def generators_restored(loader: Any) -> Iterator[None]:
-    """Let the block draw from a loader's generators without an effect afterwards.
+def generators_restored(loader: Any, **holders: Any) -> Iterator[None]:
+    """Let the block draw from the generators of a loader, its dataset and other objects without an effect afterwards.
 
     A sampler that has a state of its own is not changed: it may be within a pass.
     """
     own = {name: one for name, one in generators_of(loader).items() if not isinstance(one, _OfState)}
+    own |= generators_in(dataset=getattr(loader, "dataset", None), **holders)
     before = {name: one.get_state() for name, one in own.items()}
     try:
         yield

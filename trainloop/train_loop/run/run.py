@@ -374,8 +374,8 @@ class Run:
     def _evaluation(self, prefix: str) -> Iterator[Recorder]:
         """Yield a recorder for an evaluation of rank 0's model; meanwhile, it receives all logs.
 
-        The training around the evaluation is not affected: modules' modes and random states are restored, and those of
-        the training loader's generators, which an evaluation of this loader (or of one that shares them) draws from.
+        The training around the evaluation is not affected: modules' modes and random states are restored, also those of
+        generators of the model, and of the training loader, which an evaluation may read.
         """
         # A criterion may have dropout, statistics or a memory, too.
         modules = trained_modules(self.loop.model, self.loop.criterion)
@@ -383,8 +383,10 @@ class Run:
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
         buffers = _buffers_of_rank_0(modules) if self.parallel else nullcontext()
         criteria = class_criteria(self.loop.model, self.loop.criterion)
-        order = generators_restored(self.loop.train_loader) if self.trains else nullcontext()
-        with buffers, self.listening(recorder), evaluating(*modules), rng.isolated(), order, criteria:
+        loop, own = self.loop, nullcontext()
+        if self.trains:
+            own = generators_restored(loop.train_loader, model=loop.model, criterion=loop.criterion)
+        with buffers, self.listening(recorder), evaluating(*modules), rng.isolated(), own, criteria:
             yield recorder
 
     def _into_history(self, prefix: str, values: dict[str, float]) -> None:
