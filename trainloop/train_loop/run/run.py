@@ -383,7 +383,8 @@ class Run:
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
         buffers = _buffers_of_rank_0(modules) if self.parallel else nullcontext()
         criteria = class_criteria(self.loop.model, self.loop.criterion)
-        loop, own = self.loop, nullcontext()
+        loop = self.loop
+        own: AbstractContextManager[None] = nullcontext()
         if self.trains:
             own = generators_restored(loop.train_loader, model=loop.model, criterion=loop.criterion)
         with buffers, self.listening(recorder), evaluating(*modules), rng.isolated(), own, criteria:
