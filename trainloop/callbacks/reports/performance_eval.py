@@ -231,6 +231,12 @@ class ConfusionMatrix(AbstractCallback):
         if self.dataset == "test":
             self._count(*self.train_loop_obj.predict_on_test_set()[:2])
 
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.matrix is None else {"matrix": self.matrix}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.matrix = state.get("matrix", self.matrix)  # older checkpoints lack it
+
     def _count(self, y_pred: Any, y_true: Any) -> None:
         self.matrix = confusion_matrix(y_pred, y_true, 0 if self.class_names is None else len(self.class_names))
         if not self.train_loop_obj.is_global_zero:
