@@ -50,7 +50,8 @@ def test_a_run_that_has_ended_has_its_matrix_when_it_is_started_again(tmp_path: 
     first, again = ConfusionMatrix(), ConfusionMatrix()
     for matrix in (first, again):
         make_loop().fit(num_epochs=2, callbacks=[matrix, ModelCheckpoint(tmp_path)], resume_from="last")
-    assert first.matrix is not None and again.matrix is not None
+    assert first.matrix is not None
+    assert again.matrix is not None
     assert torch.equal(again.matrix, first.matrix)
 
 
