@@ -160,6 +160,41 @@ def test_evaluations_do_not_advance_generators_of_the_model_and_the_dataset(mode
     assert torch.equal(*weights)
 
 
+class Prefetcher:
+    """Its own iterator, which begins again in ``__iter__``."""
+
+    def __init__(self) -> None:
+        self.batches = list(DataLoader(make_data(), 16))
+        self.done = 0
+
+    def __iter__(self) -> Prefetcher:
+        self.done = 0
+        return self
+
+    def __next__(self) -> Any:
+        if self.done == len(self.batches):
+            raise StopIteration
+        self.done += 1
+        return self.batches[self.done - 1]
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_batch_begin", "on_after_optimizer_step", "on_epoch_end"])
+def test_a_loader_that_is_its_own_iterator_is_not_evaluated_while_it_is_read(hook: str) -> None:
+    class Evaluates(AbstractCallback):
+        def evaluate(self) -> None:
+            self.train_loop_obj.evaluate(self.train_loop_obj.train_loader)
+
+    setattr(Evaluates, hook, Evaluates.evaluate)
+    tl = make_loop()
+    tl.train_loader = Prefetcher()
+    if hook.startswith("on_epoch"):
+        tl.fit(num_epochs=2, callbacks=[Evaluates()])
+        assert tl.global_step == 14
+    else:
+        with pytest.raises(ConfigurationError, match=r"its own iterator \(Prefetcher has __next__\)"):
+            tl.fit(num_epochs=2, callbacks=[Evaluates()])
+
+
 # -- a model's own -----------------------------------------------------------------------------------------------------
 
 

@@ -41,7 +41,7 @@ from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.loader.loader_copies import end_workers
 from trainloop.data.loader.loaders import tell_epoch
 from trainloop.devices import has_ranks
-from trainloop.errors import CheckpointError
+from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import drop_gradients, trained_modules
 from trainloop.parallel.misuse import is_compiled, refuse_exchanges
 from trainloop.train_loop.arguments.checks import check_loader
@@ -610,6 +610,15 @@ class Training(Run):
             self.loop.note(end_requested=any(theirs for (theirs,) in distributed.exchange_ints(mine)))
         # Include signals, since evaluation may have taken long.
         return self._reached_boundary() | (EARLY_STOP if self.loop.end_requested else 0)
+
+    def _eval_feed(self, loader: Any, name: str) -> Any:
+        if self.step_in_work is not None and loader is self.loop.train_loader and hasattr(type(loader), "__next__"):
+            raise ConfigurationError(
+                f"train_loader is its own iterator ({type(loader).__name__} has __next__), so evaluating it within an "
+                "epoch would take the batches of the training. Evaluate it in on_epoch_end, or return a new iterator "
+                "from its __iter__."
+            )
+        return super()._eval_feed(loader, name)
 
     def _reached_boundary(self) -> int:
         """Return the reasons for which all ranks stop here; without one, write a restart checkpoint if it is due."""
