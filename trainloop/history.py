@@ -174,21 +174,22 @@ class History(Mapping[str, list[float]]):
         """
         before, self._row = self._row, None
         if before is not None and before["epoch"] == epoch:
-            for name, end in (before["ends"] or self._lengths()).items():
+            for name, end in (before["ends"] or self.lengths()).items():
                 begin = before["begins"].get(name, 0)
                 del self._values[name][begin:end], self._epochs[name][begin:end]
                 own = self._unagreed.get(name, ())
                 if own:
                     self._unagreed[name] = [i - (end - begin) if i >= end else i for i in own]
         if cut:
-            self._row = {"epoch": epoch, "begins": self._lengths(), "ends": None}
+            self._row = {"epoch": epoch, "begins": self.lengths(), "ends": None}
 
     def end_row(self) -> None:
         """End the values of a cut epoch's end. Values that are added after ``fit`` stay if the epoch continues."""
         if self._row is not None and self._row["ends"] is None:
-            self._row["ends"] = self._lengths()
+            self._row["ends"] = self.lengths()
 
-    def _lengths(self) -> dict[str, int]:
+    def lengths(self) -> dict[str, int]:
+        """Return the number of values of each metric."""
         return {name: len(values) for name, values in self._values.items()}
 
     def record_own(self, name: str, value: float, epoch: int) -> None:

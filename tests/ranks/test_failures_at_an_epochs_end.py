@@ -11,7 +11,7 @@ from kit.small_loop import Net, make_loop
 from torch.optim.lr_scheduler import StepLR
 
 from trainloop import AbstractCallback, TrainLoop
-from trainloop.callbacks import LRScheduler, ModelCheckpoint
+from trainloop.callbacks import ExponentialMovingAverage, LRScheduler, ModelCheckpoint
 from trainloop.errors import WorkerFailedError
 
 
@@ -50,6 +50,21 @@ class Fails(AbstractCallback):
             raise ValueError("broken callback")
 
 
+class Inserts(AbstractCallback):
+    """Adds values to the history within an epoch, and before the failure at its end."""
+
+    def on_batch_end(self) -> None:
+        if self.train_loop_obj.total_iteration_idx % 5 == 1:
+            self.insert("within")
+
+    def on_epoch_end(self) -> None:
+        self.insert("at_end")
+
+    def insert(self, name: str) -> None:
+        loop = self.train_loop_obj
+        loop.insert_metric_result_into_history(name, float(loop.global_step + loop.rank))
+
+
 def loop_of(*, broken: bool = False, **kwargs: Any) -> TrainLoop:
     torch.manual_seed(0)
     return make_loop(Evaluates(broken=broken), seed=2, shuffle=True, **kwargs)
@@ -66,10 +81,11 @@ def state_of(tl: TrainLoop) -> Any:
 @pytest.mark.parametrize("fails", [None, Fails(), Fails(hook="on_train_end")], ids=["evaluation", "callback", "end"])
 def test_the_checkpoint_has_the_last_step(fails: AbstractCallback | None, tmp_path: Path) -> None:
     def callbacks() -> list[AbstractCallback]:
-        return [LRScheduler(StepLR, step_size=1, gamma=0.5), ModelCheckpoint(tmp_path)]
+        average = ExponentialMovingAverage(0.5, evaluate=True, apply_on_train_end=False)
+        return [LRScheduler(StepLR, step_size=1, gamma=0.5), Inserts("inserts"), average, ModelCheckpoint(tmp_path)]
 
     whole, failed, resumed = loop_of(), loop_of(broken=fails is None), loop_of()
-    whole.fit(num_epochs=2, callbacks=callbacks()[:1])
+    whole.fit(num_epochs=2, callbacks=callbacks()[:-1])
     with pytest.raises(ValueError, match="broken") as caught:
         failed.fit(num_epochs=2, callbacks=[*callbacks(), *([fails] if fails else [])])
     assert weights_of(failed) == weights_of(whole)
@@ -84,12 +100,12 @@ def test_the_checkpoint_has_the_last_step(fails: AbstractCallback | None, tmp_pa
 def test_the_weights_come_back_from_ranks(rank: int | None, tmp_path: Path) -> None:
     of_mode: dict[str, Any] = {"gpu_mode": "ddp", "devices": 2}
     whole, failed, kept = loop_of(**of_mode), loop_of(broken=rank is None, **of_mode), loop_of(**of_mode)
-    whole.fit(num_epochs=2)
+    whole.fit(num_epochs=2, callbacks=[Inserts("inserts")])
     fails = [] if rank is None else [Fails(rank)]
     with pytest.raises(WorkerFailedError, match="broken") as caught:
-        failed.fit(num_epochs=2, callbacks=[*fails, ModelCheckpoint(tmp_path)])
+        failed.fit(num_epochs=2, callbacks=[*fails, Inserts("inserts"), ModelCheckpoint(tmp_path)])
     assert weights_of(failed) == weights_of(whole)
     assert failed.global_step == whole.global_step
     assert f"the last finished step ({whole.global_step})" in str(caught.value)
-    kept.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    kept.fit(num_epochs=2, callbacks=[Inserts("inserts"), ModelCheckpoint(tmp_path)], resume_from="last")
     assert state_of(kept) == state_of(whole)

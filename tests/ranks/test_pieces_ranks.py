@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from kit.small_loop import make_loop
 
+from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import EarlyStopping, ModelCheckpoint, ThresholdEarlyStopping
+from trainloop.data import SplitBatches
 
 
 def state_of(tl: TrainLoop) -> Any:
@@ -27,6 +29,21 @@ def test_pieces_are_one_run(mode: str, tmp_path: Path) -> None:
             pieces.fit(num_iterations=number)
     assert state_of(resumed) == state_of(whole)
     assert state_of(pieces) == state_of(whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_piece_ends_within_a_step_whose_batches_differ_in_size(mode: str, *, columns: bool) -> None:
+    tl = make_loop(gpu_mode=mode, devices=2)
+    if columns:  # the ranks' batches differ in every step
+        x, y = make_data().tensors
+        tl.train_loader = SplitBatches([(x[i : i + 15], y[i : i + 15]) for i in range(0, 60, 15)], dim=0)
+    with tl.ranks():  # an epoch has 4 batches; of a rank's loader, the last has fewer samples
+        for done, steps in ((3, 2), (4, 3), (7, 5), (8, 6)):
+            tl.fit(num_iterations=done - tl.total_iteration_idx - 1, grad_accumulation=2)
+            assert (tl.total_iteration_idx, tl.global_step) == (done - 1, steps)
+    assert tl.history.epochs("loss") == [0, 1]
 
 
 class Constant(AbstractCallback):

@@ -103,10 +103,14 @@ class _Series:
                 self.values.append(value)
                 self.weights.append(weight)
 
-    def new_steps(self) -> tuple[Options, Any, Any, Any]:
-        columns = (np.array(self.steps, np.int64), np.array(self.values), np.array(self.weights))
-        self.steps, self.values, self.weights = array("q"), array("d"), array("d")
-        return self.options, *columns
+    def new_steps(self, unfinished: int) -> tuple[Options, Any, Any, Any]:
+        """Return the values of steps, and keep those of the ``unfinished`` step, which may get more."""
+        columns = [np.array(self.steps, np.int64), np.array(self.values), np.array(self.weights)]
+        kept = columns[0] == unfinished
+        self.steps, self.values, self.weights = (
+            array(code, column[kept].tolist()) for code, column in zip("qdd", columns, strict=True)
+        )
+        return self.options, *(column[~kept] for column in columns)
 
 
 class Recorder:
@@ -349,16 +353,19 @@ class Recorder:
             if series.pending:
                 series.settle(numbers)
 
-    def exchange_steps(self) -> StepValues:
+    def exchange_steps(self, *, finished: int | None = None) -> StepValues:
         """Return step values since the last call, over all ranks. Collective if there are several ranks.
 
-        If no step has begun since the last exchange, which all ranks know, nothing is exchanged or returned.
+        If no step has begun since the last exchange, which all ranks know, nothing is exchanged or returned. If the
+        current step is later than the last ``finished`` one, its values are returned when it is finished, too.
         """
         self.compact()
-        if self.step == self._exchanged_step:
+        unfinished = self.step if finished is not None and self.step > finished else 0
+        newest = unfinished - 1 if unfinished else self.step
+        if newest == self._exchanged_step:
             return {}
-        self._exchanged_step = self.step
-        return self._exchange(self._new_steps()).steps
+        self._exchanged_step = newest
+        return self._exchange(self._new_steps(unfinished)).steps
 
     def finish_epoch(self, attachment: Any = None, *, late: bool = False) -> EpochEnd:
         """Exchange logs once; return the remaining step values and the epoch's values, and empty the recorder.
@@ -395,8 +402,8 @@ class Recorder:
         self._exchanged_step = self.step
         return EpochEnd(steps, losses, metrics, attachments)
 
-    def _new_steps(self) -> dict[str, Any]:
-        return {series.name: series.new_steps() for series in self._series.values() if series.steps}
+    def _new_steps(self, unfinished: int = 0) -> dict[str, Any]:
+        return {series.name: series.new_steps(unfinished) for series in self._series.values() if series.steps}
 
     def _totals(self) -> dict[str, Any]:
         return {s.name: (s.options, s.total, s.weight) for s in self._series.values() if s.count}

@@ -187,7 +187,7 @@ class AbstractCallback:
     def end_training(self, reason: str = "") -> None:
         """End training after this step (in ``on_epoch_end``, after this epoch), and print the reason.
 
-        Any rank may call it; all ranks end at the same step.
+        All ranks end at the same step; if only some ranks call it, this may be one or a few steps later.
         """
         self.train_loop_obj.end_training(self, reason)
 
@@ -258,7 +258,7 @@ class AbstractCallback:
         It is called after :meth:`load_state_dict` and :meth:`load_rank_state_dict`, and before ``on_restart``. Restore
         here what checkpoints do not contain: the loader of this stage of a curriculum, replaced labels, a rate.
         ``train_loop_obj.epoch`` and ``global_step`` are those of the checkpoint. If the run resumes in the middle of an
-        epoch, ``on_epoch_begin`` is not called for this epoch.
+        epoch, ``on_epoch_begin`` is not called for this epoch. It is not called if the run has ended.
         """
 
     def on_restart(self, failure: Any) -> None:

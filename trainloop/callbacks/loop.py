@@ -23,8 +23,9 @@ class Loop(Protocol):
 
     All ranks must assign alike, at the same step. Ranks compare their settings when an epoch begins, and an error names
     the difference. Checkpoints contain no loader, no callback's own code and no optimizer object, only their state; a
-    callback that replaces one of these assigns it again in :meth:`~.AbstractCallback.on_resume`. What callbacks assign
-    in ranks comes back to the calling process, except for loaders, for which a warning is issued.
+    callback that replaces one of these assigns it again in :meth:`~.AbstractCallback.on_resume`, but an optimizer in
+    :meth:`~.AbstractCallback.on_train_begin`, before its state is loaded. What callbacks assign in ranks comes back to
+    the calling process, except for loaders, for which a warning is issued.
     """
 
     # -- may be assigned; each line says when the new value takes effect ---------------------------------------------

@@ -13,7 +13,7 @@ from kit.small_loop import STEPS_PER_EPOCH, Net, make_loop
 from sklearn.metrics import confusion_matrix as reference
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainloop.callbacks import ConfusionMatrix, TensorBoard
+from trainloop.callbacks import ConfusionMatrix, ModelCheckpoint, TensorBoard
 from trainloop.callbacks.reports.performance_eval import confusion_matrix
 from trainloop.errors import ConfigurationError
 
@@ -44,6 +44,15 @@ def test_numbers_and_picture(tmp_path: Path, may_leave: Any) -> None:
     [axes] = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b", "2"]  # the third has no name
     assert sum(int(text.get_text()) for text in axes.texts) == 33
+
+
+def test_a_run_that_has_ended_has_its_matrix_when_it_is_started_again(tmp_path: Path) -> None:
+    first, again = ConfusionMatrix(), ConfusionMatrix()
+    for matrix in (first, again):
+        make_loop().fit(num_epochs=2, callbacks=[matrix, ModelCheckpoint(tmp_path)], resume_from="last")
+    assert first.matrix is not None
+    assert again.matrix is not None
+    assert torch.equal(again.matrix, first.matrix)
 
 
 def test_scores_and_the_test_set() -> None:

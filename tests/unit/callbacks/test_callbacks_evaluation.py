@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.small_loop import STEPS_PER_EPOCH, Counts, Scores, make_loop
+from kit.small_loop import STEPS_PER_EPOCH, Counts, Net, Scores, make_loop
+from torch.utils.data import DataLoader
 
+from conftest import make_data
+from trainloop import AbstractCallback
 from trainloop.callbacks import (
     EarlyStopping,
     ExponentialMovingAverage,
@@ -79,6 +82,42 @@ def test_weights_that_changed_at_the_end_are_evaluated_anew() -> None:
     loop.fit(num_epochs=2, callbacks=[ModelPerformanceEvaluation({"mean": mean_prediction}), ema])
     assert loop.history["train_end_val_mean"] == [mean_prediction(*loop.predict_on_validation_set())]
     assert loop.history["train_end_val_mean"] != loop.history["val_mean"][-1:]
+
+
+class Changes(AbstractCallback):
+    """Changes what the metrics of the last epoch were computed from."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__("changes", execution_order=9)
+        self.what = what
+
+    def on_epoch_end(self) -> None:
+        loop = self.train_loop_obj
+        if self.what == "labels":
+            loop.validation_loader.dataset.tensors[1].add_(1)
+        elif self.what == "loader":
+            loop.validation_loader = DataLoader(make_data(20, seed=7), 5)
+        else:
+            loop.model.sign = -1
+
+
+class Signed(Net):
+    sign = 1
+
+    def get_predictions(self, batch_data: Any, device: Any) -> Any:
+        classes, y, metadata = super().get_predictions(batch_data, device)
+        return self.sign * classes, y, metadata
+
+
+@pytest.mark.parametrize("what", ["labels", "loader", "attribute"])
+def test_metrics_of_the_end_are_of_what_callbacks_have_changed_after_the_last_epoch(what: str) -> None:
+    def sums(y_pred: Any, y_true: Any, metadata: Any) -> float:
+        return float(y_pred.double().sum() + y_true.sum())
+
+    loop = make_loop(Signed())
+    loop.fit(num_epochs=1, callbacks=[ModelPerformanceEvaluation({"sums": sums}), Changes(what)])
+    assert loop.history["train_end_val_sums"] == [sums(*loop.predict_on_validation_set())]
+    assert loop.history["train_end_val_sums"] != loop.history["val_sums"]
 
 
 def mean_prediction(y_pred: Any, y_true: Any, metadata: Any) -> float:

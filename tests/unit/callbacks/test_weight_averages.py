@@ -224,6 +224,42 @@ def test_each_batchnorm_counts_its_own_batches() -> None:
     assert model.once.momentum == 0.3
 
 
+@pytest.mark.parametrize("way", ["second fit", "pieces", "resumed"])
+def test_training_continues_with_the_statistics_of_the_trained_weights(way: str, tmp_path: Path) -> None:
+    def loop() -> TrainLoop:
+        model = Norms()
+        return make_loop(model, optimizer=optim.SGD(model.parameters(), lr=0.05))
+
+    def fit(loop: TrainLoop, swa: StochasticWeightAveraging | None = None, **kwargs: Any) -> None:
+        average = swa or StochasticWeightAveraging(start=0)
+        loop.fit(callbacks=[average, ModelCheckpoint(tmp_path / kwargs.pop("folder", "other"))], **kwargs)
+
+    whole, parts, swa = loop(), loop(), StochasticWeightAveraging(start=0)
+    fit(whole, num_epochs=4)
+    if way == "second fit":
+        fit(parts, swa, num_epochs=2)
+        fit(parts, swa, num_epochs=2)
+    elif way == "pieces":
+        for number in (9, 8, 11):
+            fit(parts, swa, num_iterations=number)
+    else:
+        fit(loop(), num_epochs=2, folder="kept")
+        fit(parts, num_epochs=4, folder="kept", resume_from="last")
+    assert parts.history["val_loss"] == whole.history["val_loss"]
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(parts.model.state_dict()[name], value), name
+
+
+def test_statistics_of_layers_in_evaluation_mode_stay() -> None:
+    model = Norms()
+    model.twice.eval()
+    before = {name: value.clone() for name, value in model.twice.state_dict().items()}
+    make_loop(model).fit(2, callbacks=[StochasticWeightAveraging(start=0)])
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert torch.equal(model.twice.state_dict()[name], before[name])
+    assert model.once.num_batches_tracked == STEPS_PER_EPOCH
+
+
 def test_statistics_of_a_model_that_is_one_graph() -> None:
     data = TensorDataset(torch.randn(32, 8), torch.randint(3, (32,)))
     models = [nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)) for _ in range(2)]

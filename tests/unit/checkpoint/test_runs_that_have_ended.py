@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from kit.small_loop import STEPS_PER_EPOCH, Scores, make_loop
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import EarlyStopping, ExponentialMovingAverage, ModelCheckpoint, TimeLimit
+from trainloop.errors import CheckpointError
 
 
 class Calls(AbstractCallback):
@@ -100,6 +103,87 @@ def test_the_end_of_training_is_made_up_for(folder: Path) -> None:
     resumed.fit(num_epochs=2, callbacks=[calls, ModelCheckpoint("kept")], resume_from="last")
     assert calls.heard == ["train begin", "train end"]
     assert state_of(resumed) == state_of(undisturbed)
+
+
+class Prunes(AbstractCallback):
+    """Changes the structure after the first epoch, and again where a run resumes."""
+
+    def __init__(self) -> None:
+        super().__init__("prunes")
+        self.begins: list[tuple[bool, int]] = []
+
+    def prune(self) -> None:
+        prune.l1_unstructured(self.train_loop_obj.model.fc, "weight", amount=0.5)
+
+    def on_train_begin(self) -> None:
+        loop = self.train_loop_obj
+        self.begins.append((loop.resumed, loop.epoch))
+        if loop.resumed and loop.epoch >= 1:
+            self.prune()
+
+    def on_epoch_end(self) -> None:
+        if self.train_loop_obj.epoch == 0:
+            self.prune()
+
+
+def test_a_finished_run_whose_callback_changed_the_structure(folder: Path) -> None:
+    first, again, longer, whole = (make_loop(seed=3) for _ in range(4))
+    first.fit(num_epochs=2, callbacks=[Prunes(), ModelCheckpoint("kept")])
+    prunes = Prunes()
+    again.fit(num_epochs=2, callbacks=[prunes, ModelCheckpoint("kept")], resume_from="last")
+    assert state_of(again) == state_of(first)
+    assert prunes.begins == [(True, 2)]
+    longer.fit(num_epochs=3, callbacks=[Prunes(), ModelCheckpoint("kept")], resume_from="last")
+    whole.fit(num_epochs=3, callbacks=[Prunes()])
+    assert state_of(longer) == state_of(whole)
+
+
+class MakesItsState(AbstractCallback):
+    """Loads its state into what it makes when training begins, as a callback that averages weights does."""
+
+    def on_train_begin(self) -> None:
+        self.average = AveragedModel(self.train_loop_obj.model)
+
+    def on_epoch_end(self) -> None:
+        self.average.update_parameters(self.train_loop_obj.model)
+
+    def on_train_end(self) -> None:
+        self.train_loop_obj.model.load_state_dict(self.average.module.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.average.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average.load_state_dict(state)
+
+
+@pytest.mark.parametrize("mode", ["single", pytest.param("ddp", marks=pytest.mark.long)])
+def test_a_finished_run_whose_callback_makes_its_state_when_training_begins(folder: Path, mode: str) -> None:
+    first, again = (make_loop(seed=3, gpu_mode=mode, devices=1 if mode == "single" else 2) for _ in range(2))
+    callbacks = [MakesItsState("averages"), MakesItsState("averages")]
+    for loop, callback, resume in zip((first, again), callbacks, (None, "last"), strict=True):
+        loop.fit(num_epochs=2, callbacks=[callback, ModelCheckpoint("kept")], resume_from=resume)
+    assert state_of(again) == state_of(first)
+    assert [one.average.n_averaged.item() for one in callbacks] == [2, 2]
+
+
+def test_a_callback_that_can_not_load_its_state_is_an_error(folder: Path) -> None:
+    class Breaks(MakesItsState):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise ZeroDivisionError("on purpose")
+
+    make_loop(seed=3).fit(num_epochs=1, callbacks=[Breaks("averages"), ModelCheckpoint("kept")])
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        make_loop(seed=3).fit(num_epochs=1, callbacks=[Breaks("averages"), ModelCheckpoint("kept")], resume_from="last")
+
+
+def test_a_finished_run_of_another_model_is_an_error_and_changes_nothing(folder: Path) -> None:
+    first, other = make_loop(seed=3), make_loop(seed=3)
+    first.fit(num_epochs=1, callbacks=[Prunes(), ModelCheckpoint("kept")])
+    before = state_of(other)
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        other.fit(num_epochs=1, callbacks=[Calls(), ModelCheckpoint("kept")], resume_from="last")
+    assert state_of(other) == before
 
 
 class Stops(AbstractCallback):

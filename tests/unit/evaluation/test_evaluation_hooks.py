@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit.small_loop import Net, make_loop
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTModel
@@ -90,6 +91,108 @@ def test_random_numbers_drawn_in_a_hook_do_not_show() -> None:
         torch.manual_seed(3)
         weights.append(make_loop(shuffle=True).fit(num_epochs=3, callbacks=callbacks).fc.weight)
     assert torch.equal(*weights)
+
+
+OWN_ORDER: dict[str, Any] = {
+    "loader": lambda data, g: DataLoader(data, 16, shuffle=True, generator=g),
+    "sampler": lambda data, g: DataLoader(data, 16, sampler=RandomSampler(data, True, 60, generator=g)),
+    "weights": lambda data, g: DataLoader(data, 16, sampler=WeightedRandomSampler([1.0] * 101, 60, generator=g)),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_ORDER)
+@pytest.mark.parametrize("hook", ["on_batch_end", "on_epoch_end"])
+@pytest.mark.parametrize("mode", ["single", "dp", pytest.param("ddp", marks=pytest.mark.long)])
+def test_evaluations_of_a_loader_with_a_generator_do_not_change_the_training(kind: str, hook: str, mode: str) -> None:
+    class Evaluates(AbstractCallback):
+        def evaluate(self) -> None:
+            self.train_loop_obj.evaluate_loss_on_train_set()
+            self.train_loop_obj.predict_on_validation_set()
+
+    setattr(Evaluates, hook, Evaluates.evaluate)
+    weights = []
+    for callbacks in ([], [Evaluates()]):
+        tl = make_loop(gpu_mode=mode, devices=1 if mode == "single" else 2)
+        generator = torch.Generator().manual_seed(4)
+        tl.train_loader = OWN_ORDER[kind](make_data(), generator)
+        tl.validation_loader = DataLoader(make_data(33, seed=5), 16, shuffle=True, generator=generator)
+        weights.append(tl.fit(num_epochs=3, callbacks=callbacks).fc.weight)
+    assert torch.equal(*weights)
+
+
+class Draws(Net):
+    """Draws noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(8, 3)
+        self.generator = torch.Generator().manual_seed(4)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        noise = torch.rand(1, generator=self.generator)
+        return noise * super().get_loss(batch_data, criterion, device)
+
+
+class Noisy(TensorDataset):
+    """Draws from a generator of its own, too."""
+
+    def __init__(self) -> None:
+        super().__init__(*make_data().tensors)
+        self.rng = np.random.default_rng(3)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + self.rng.random(), y
+
+
+@pytest.mark.parametrize("mode", ["single", pytest.param("ddp", marks=pytest.mark.long)])
+def test_evaluations_do_not_advance_generators_of_the_model_and_the_dataset(mode: str) -> None:
+    class Evaluates(AbstractCallback):
+        def on_batch_end(self) -> None:
+            self.train_loop_obj.evaluate_loss_on_train_set()
+
+    weights = []
+    for callbacks in ([], [Evaluates()]):
+        tl = make_loop(Draws(), gpu_mode=mode, devices=1 if mode == "single" else 2, end_auto_eval=False)
+        tl.train_loader = DataLoader(Noisy(), 16)
+        weights.append(tl.fit(num_epochs=2, callbacks=callbacks).fc.weight)
+    assert torch.equal(*weights)
+
+
+class Prefetcher:
+    """Its own iterator, which begins again in ``__iter__``."""
+
+    def __init__(self) -> None:
+        self.batches = list(DataLoader(make_data(), 16))
+        self.done = 0
+
+    def __iter__(self) -> Prefetcher:
+        self.done = 0
+        return self
+
+    def __next__(self) -> Any:
+        if self.done == len(self.batches):
+            raise StopIteration
+        self.done += 1
+        return self.batches[self.done - 1]
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_batch_begin", "on_after_optimizer_step", "on_epoch_end"])
+def test_a_loader_that_is_its_own_iterator_is_not_evaluated_while_it_is_read(hook: str) -> None:
+    class Evaluates(AbstractCallback):
+        def evaluate(self) -> None:
+            self.train_loop_obj.evaluate(self.train_loop_obj.train_loader)
+
+    setattr(Evaluates, hook, Evaluates.evaluate)
+    tl = make_loop()
+    tl.train_loader = Prefetcher()
+    if hook.startswith("on_epoch"):
+        tl.fit(num_epochs=2, callbacks=[Evaluates()])
+        assert tl.global_step == 14
+    else:
+        with pytest.raises(ConfigurationError, match=r"its own iterator \(Prefetcher has __next__\)"):
+            tl.fit(num_epochs=2, callbacks=[Evaluates()])
 
 
 # -- a model's own -----------------------------------------------------------------------------------------------------

@@ -140,6 +140,39 @@ def test_a_metric_of_steps_and_of_the_epochs_end_is_one() -> None:
     assert tl.history.steps("total") == [1.0] * (2 * STEPS_PER_EPOCH)
 
 
+class Flushes(AbstractCallback):
+    """Asks for the values of the steps so far in one hook, and remembers their number and what ``on_log`` gets."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__("flushes")
+        self.numbers: list[tuple[int, int]] = []
+        self.rows: list[tuple[int, float]] = []
+        setattr(self, hook, self.flush)
+
+    def flush(self, *_: Any) -> None:
+        loop = self.train_loop_obj
+        loop.flush_logs()
+        self.numbers.append((loop.global_step, len(loop.history.steps("loss"))))
+
+    def on_log(self, rows: Any) -> None:
+        self.rows += [(step, values["loss"]) for step, values in rows]
+
+
+@pytest.mark.parametrize("mode", ["single", "dp"])
+@pytest.mark.parametrize("hook", ["on_batch_begin", "on_batch_end", "on_after_gradient_update"])
+def test_a_step_has_one_value_if_a_hook_within_it_reads_the_logs(hook: str, mode: str) -> None:
+    undisturbed, read = (make_loop(gpu_mode=mode, devices=1 + (mode == "dp")) for _ in range(2))
+    undisturbed.fit(num_epochs=2, grad_accumulation=3)
+    flushes = Flushes(hook)
+    read.fit(num_epochs=2, grad_accumulation=3, callbacks=[flushes])
+    for name in ("loss", "accuracy"):
+        assert read.history.steps(name) == undisturbed.history.steps(name)
+        assert read.history.step_indices(name) == undisturbed.history.step_indices(name) == list(range(1, 7))
+        assert read.history[name] == undisturbed.history[name]
+    assert all(step == values for step, values in flushes.numbers)
+    assert flushes.rows == list(enumerate(undisturbed.history.steps("loss"), start=1))
+
+
 def test_a_batch_weighs_its_samples_from_its_first_hook_on() -> None:
     class Sizes(AbstractCallback):
         def on_batch_begin(self) -> None:

@@ -562,6 +562,44 @@ def test_the_state_of_an_optimizer_within_an_optimizer_is_resumed(tmp_path: Path
     assert torch.equal(fit(4, "parts", "last"), whole)
 
 
+class Replaces(AbstractCallback):
+    """Replaces the optimizer after the first epoch, and again in one hook where a run resumes."""
+
+    def __init__(self, again_in: str = "on_train_begin") -> None:
+        super().__init__("replaces")
+        if again_in:
+            setattr(self, again_in, self.replace_again)
+
+    def on_epoch_end(self) -> None:
+        if self.train_loop_obj.epoch == 0:
+            self.replace()
+
+    def replace_again(self) -> None:
+        if self.train_loop_obj.resumed and self.train_loop_obj.epoch >= 1:
+            self.replace()
+
+    def replace(self) -> None:
+        loop = self.train_loop_obj
+        loop.optimizer = torch.optim.Adam(loop.model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("epochs", [2, 3], ids=["finished", "not finished"])
+def test_an_optimizer_that_a_callback_has_replaced_is_assigned_before_its_state_is_loaded(
+    epochs: int, tmp_path: Path
+) -> None:
+    def fit(epochs: int, folder: str, callback: Replaces, resume: str | None = None) -> Any:
+        loop: Any = loop_of("rate", "single", seed=0)
+        loop.fit(num_epochs=epochs, callbacks=[callback, ModelCheckpoint(tmp_path / folder)], resume_from=resume)
+        return loop.model.body.weight.tolist(), loop.optimizer.state_dict()["state"][0]["step"], loop.epoch
+
+    whole = fit(epochs, "whole", Replaces())
+    fit(2, "parts", Replaces())
+    for late in ("", "on_resume"):
+        with pytest.raises(CheckpointError, match=r"made with Adam, but the loop has .*so again in on_train_begin"):
+            fit(epochs, "parts", Replaces(late), "last")
+    assert fit(epochs, "parts", Replaces(), "last") == whole
+
+
 def test_what_a_late_callback_logs_at_the_end_of_an_epoch_is_in_the_checkpoint(tmp_path: Path) -> None:
     class Late(AbstractCallback):
         def on_epoch_end(self) -> None:

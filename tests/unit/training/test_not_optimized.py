@@ -36,6 +36,13 @@ def test_a_layer_that_was_swapped_after_the_optimizer_was_made_is_named_once_a_f
     assert len(caught) == 1
 
 
+def test_the_warning_says_that_their_gradients_are_clipped_with_the_others() -> None:
+    loop = loop_with_a_swapped_layer()
+    loop.gradient_clip_norm = 1.0
+    with pytest.warns(UserWarning, match="in no optimizer.*add up from step to step, and count in the norm"):
+        loop.fit(num_epochs=1)
+
+
 def test_the_summary_counts_what_is_not_trained() -> None:
     text = str(loop_with_a_swapped_layer().summary())
     assert "parameters: 99, of which 72 are trained; 27 require gradients and are in no optimizer" in text

@@ -96,6 +96,19 @@ def test_a_cut_step_does_not_skip_batches() -> None:
     assert tl.model.seen == [float(rows[16 * i]) for i in range(7)]
 
 
+@pytest.mark.parametrize("mode", ["single", "dp"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_piece_may_end_within_a_step_whose_batches_differ_in_size(mode: str, *, stream: bool) -> None:
+    tl = make(shuffle=False, gpu_mode=mode, devices=2 if mode == "dp" else 1, seed=1)
+    if stream:  # its sizes are known when a batch is read
+        tl.train_loader = DataLoader(Stream(), 16)
+    for done, steps in ((5, 3), (6, 4), (7, 5), (13, 8)):  # the seventh batch has 5 samples
+        before = tl.total_iteration_idx
+        tl.fit(num_iterations=done - before - 1, grad_accumulation=2)
+        assert (tl.total_iteration_idx, tl.global_step) == (done - 1, steps)
+    assert tl.history.epochs("loss") == [0, 1]
+
+
 def test_resumed_to_more_iterations_is_the_longer_run(tmp_path: Path) -> None:
     def callbacks(folder: str) -> list[AbstractCallback]:
         stop = EarlyStopping("val_loss", patience=1)

@@ -133,12 +133,15 @@ class ModelPerformanceEvaluation(AbstractCallback):
         """
         loop = self.train_loop_obj
         # The same weights are evaluated only once. At the end of training, the last epoch's metrics are usually reused.
+        # A callback of the user may have changed labels, a loader or an attribute of the model since.
+        hooks = [(callback, hook) for callback in loop.callbacks for hook in self.HOOKS]
+        reuses = not any(overrides_of_user(callback, hook) for callback, hook in hooks)
         model = loop.model
         state = (loop.global_step, bit_sums([local_shard(t) for t in (*own_parameters(model), *model.buffers())]))
         latest, metrics = self._latest or (None, {})
         # Rank 0 decides for all ranks. An evaluation copies rank 0's buffers to the other ranks, whose state then
         # looks changed.
-        if distributed.exchange_ints([int(latest != state)])[0][0]:
+        if distributed.exchange_ints([int(latest != state or not reuses)])[0][0]:
             metrics = {}
             if self.on_train_data:
                 metrics.update(self._evaluate("train_", loop.predict_on_train_set))
@@ -227,6 +230,12 @@ class ConfusionMatrix(AbstractCallback):
     def on_train_end(self) -> None:
         if self.dataset == "test":
             self._count(*self.train_loop_obj.predict_on_test_set()[:2])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.matrix is None else {"matrix": self.matrix}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.matrix = state.get("matrix", self.matrix)  # older checkpoints lack it
 
     def _count(self, y_pred: Any, y_true: Any) -> None:
         self.matrix = confusion_matrix(y_pred, y_true, 0 if self.class_names is None else len(self.class_names))

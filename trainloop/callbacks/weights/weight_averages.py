@@ -66,7 +66,8 @@ class WeightAverage(AbstractCallback):
         check_flags(type(self).__name__, apply_on_train_end=self.apply_on_train_end)
         self.average: dict[str, Tensor] = {}
         self.updates = 0
-        self._trained: dict[str, Tensor] | None = None  # the weights that the average replaced at the end
+        # The weights (and BatchNorm's statistics) that the average replaced at the end.
+        self._trained: dict[str, Tensor] | None = None
         # The average's tensors, and the parameters; of sharded tensors, the local shards.
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._is_lazy = self._widens = False
@@ -83,7 +84,7 @@ class WeightAverage(AbstractCallback):
             # Otherwise the user has loaded other weights, and training starts from these.
             same = all(_equal(weights[name], value) for name, value in self.average.items() if name in weights)
             if all(is_same for (is_same,) in distributed.exchange_ints([int(same)])):  # a rank compares only its shards
-                _copy(weights, self._trained)
+                self._continue_from(self._trained)
             self._trained = None
         self._pair()
 
@@ -138,6 +139,10 @@ class WeightAverage(AbstractCallback):
         """Called before the average is read."""
         self._pair()
 
+    def _continue_from(self, trained: dict[str, Tensor]) -> None:
+        """Copy the weights that the average has replaced into the model."""
+        _copy({**dict(self.train_loop_obj.model.named_buffers()), **self.weights()}, trained)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Put the average into the model for the duration of a ``with`` block. In ``ddp``, use it on every rank."""
@@ -183,7 +188,7 @@ class WeightAverage(AbstractCallback):
         self.average = _like({name: _wide(value).clone() for name, value in state["average"].items()}, weights)
         self.updates = state["updates"]
         if state["trained"]:
-            _copy(weights, state["trained"])  # training continues from these weights
+            self._continue_from(state["trained"])
             if self.train_loop_obj.scaler is None:  # training has already ended
                 self._trained = {name: value.clone() for name, value in state["trained"].items()}
         self._pair()
@@ -372,7 +377,7 @@ class StochasticWeightAveraging(WeightAverage):
     short is not at its end. The learning rate changes to ``swa_lr``
     within ``anneal_epochs`` and stays there, as with torch's ``SWALR``. When training ends, the model has the averaged
     weights. An additional pass over the training set recomputes the BatchNorm statistics, like torch's ``update_bn``
-    (but with dropout off).
+    (but with dropout off, and not of layers in evaluation mode).
 
     Parameters
     ----------
@@ -494,7 +499,9 @@ class StochasticWeightAveraging(WeightAverage):
                 )
             return
         super().on_train_end()
-        norms = [m for m in loop.model.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
+        # A layer in evaluation mode has statistics that don't change: those of a teacher or a pretrained part.
+        layers = [m for m in loop.model.modules() if isinstance(m, BatchNorm) and m.training]
+        norms = [m for m in layers if m.track_running_stats]
         if not (norms and self.apply_on_train_end and self.update_batchnorm):
             return
         self._pass = _StatisticsPass(norms)
@@ -502,6 +509,9 @@ class StochasticWeightAveraging(WeightAverage):
         with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
             loop.evaluate_model_loss(loop.train_loader)  # calls the two hooks below; the result is not recorded
         self._pass.finish()
+        names = {id(buffer): name for name, buffer in loop.model.named_buffers()}
+        statistics = {names[id(buffer)]: value for buffer, value in self._pass.replaced()}
+        self._trained = {**(self._trained or {}), **statistics}
         self._pass = None
 
     @logs_nothing
@@ -549,6 +559,11 @@ class _StatisticsPass:
             self.batches.append(batches)
             self.sums.append([norm.running_mean * batches, norm.running_var * batches])
             norm.momentum, norm.training = momentum, training
+
+    def replaced(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each statistic with its value of the training."""
+        for norm, trained in zip(self.norms, self.trained, strict=True):
+            yield from zip(_statistics(norm), trained, strict=True)
 
     def finish(self) -> None:
         """Average the statistics over the batches of all ranks. Collective."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
+from math import inf
 from typing import Any, NamedTuple
 
 from trainloop._support.sharding import weigh_step
@@ -11,6 +12,8 @@ from trainloop.data.order.samplers import RankSizes
 
 ExchangeInts = Callable[[list[int]], list[list[int]]]
 """A collective that takes this rank's integers and returns the integers of every rank."""
+
+BatchesLeft = Callable[[], float]
 
 _NONE = -1  # means "no batch" in an exchange
 
@@ -35,7 +38,9 @@ class StepBatches(NamedTuple):
     """Number of micro-batches of each rank, if these differ, so that gradients can't be reduced in backward."""
 
 
-def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: int, rank: int) -> Iterator[StepBatches]:
+def steps_of_known(
+    items: Iterator[tuple[RankSizes, Any]], grad_accumulation: int, rank: int, batches_left: BatchesLeft = lambda: inf
+) -> Iterator[StepBatches]:
     """Yield steps from items with the sizes of all ranks; no exchange.
 
     Parameters
@@ -46,6 +51,8 @@ def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: in
         Micro-batches of a step.
     rank : int
         This rank's index in ``sizes``.
+    batches_left : callable
+        Returns the number of micro-batches until the end of ``fit``, which may be within a step.
     """
     if grad_accumulation == 1:
         # One micro-batch per step, nearly always with the same sizes as the previous one.
@@ -57,7 +64,7 @@ def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: in
             yield StepBatches([batch] if sizes else [], sizes, scales, total, counts)
         return
     known_group: tuple[RankSizes, ...] | None = None
-    while group := list(islice(items, grad_accumulation)):
+    while group := list(islice(items, _number(grad_accumulation, batches_left))):
         # Nearly all steps have the same weights, so compare the sizes before computing anything.
         of_group = tuple(rank_sizes for rank_sizes, _ in group)
         if of_group != known_group:
@@ -67,7 +74,11 @@ def steps_of_known(items: Iterator[tuple[RankSizes, Any]], grad_accumulation: in
 
 
 def steps_of_exchanged(
-    items: Iterator[tuple[int | None, Any]], grad_accumulation: int, rank: int, exchange_ints: ExchangeInts
+    items: Iterator[tuple[int | None, Any]],
+    grad_accumulation: int,
+    rank: int,
+    exchange_ints: ExchangeInts,
+    batches_left: BatchesLeft = lambda: inf,
 ) -> Iterator[StepBatches]:
     """Yield steps from items with this rank's sizes only; ranks exchange their sizes once per step.
 
@@ -78,20 +89,26 @@ def steps_of_exchanged(
     ----------
     items : iterator of (size, batch)
         This rank's micro-batches with their numbers of samples; None if this rank has no part in a batch.
-    grad_accumulation, rank
+    grad_accumulation, rank, batches_left
         As in :func:`steps_of_known`.
     exchange_ints : callable
         The exchange function.
     """
     while True:
-        group = list(islice(items, grad_accumulation))
-        # Always exchange grad_accumulation numbers, so that ranks whose data has ended exchange as many as the others.
-        mine = [_NONE if size is None else size for size, _ in group] + [_NONE] * (grad_accumulation - len(group))
+        number = _number(grad_accumulation, batches_left)
+        group = list(islice(items, number))
+        # Always exchange this many numbers, so that ranks whose data has ended exchange as many as the others.
+        mine = [_NONE if size is None else size for size, _ in group] + [_NONE] * (number - len(group))
         sizes = [[size for size in of_rank if size != _NONE] for of_rank in exchange_ints(mine)]
         if not any(sizes):
             return
         weights = weigh_step(sizes, rank)
         yield StepBatches([batch for size, batch in group if size is not None], sizes[rank], *weights)
+
+
+def _number(grad_accumulation: int, batches_left: BatchesLeft) -> int:
+    """Return the number of micro-batches of the next step; at least 1, because a complete epoch is read to its end."""
+    return max(1, int(min(grad_accumulation, batches_left())))
 
 
 def _weigh(group: list[RankSizes], rank: int) -> tuple[list[int], list[float] | None, int, list[int] | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -14,7 +15,7 @@ from trainloop._support.rng import derive_seed
 from trainloop.data.batch.batches import on_device
 from trainloop.data.feed.feed_position import FeedPosition
 from trainloop.data.feed.marks import KeptIterators
-from trainloop.data.feed.steps import ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
+from trainloop.data.feed.steps import BatchesLeft, ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
 from trainloop.data.loader import libraries, loaders
 from trainloop.data.loader.loader_copies import WorkersDataset, end_workers, persistent_workers
 from trainloop.data.order.columns import SplitBatches
@@ -138,7 +139,12 @@ class TrainFeed:
         return self._source.position is None and loaders.is_stream(self._users_loader)
 
     def steps(
-        self, grad_accumulation: int, skip_steps: int = 0, *, skip_batches: int | None = None
+        self,
+        grad_accumulation: int,
+        skip_steps: int = 0,
+        *,
+        skip_batches: int | None = None,
+        batches_left: BatchesLeft = lambda: math.inf,
     ) -> Iterator[StepBatches]:
         """Yield one epoch's optimizer steps.
 
@@ -154,6 +160,9 @@ class TrainFeed:
             samples, or if a stream or loader has a state with its position; otherwise, they are read and discarded.
         skip_batches : int, optional
             Number of micro-batches of these steps, if the last of them had fewer than ``grad_accumulation``.
+        batches_left : callable
+            Returns the number of micro-batches until the end of ``fit``, the same on all ranks: the last step may have
+            fewer than ``grad_accumulation``.
 
         Raises
         ------
@@ -171,9 +180,9 @@ class TrainFeed:
         if self._device is not None and self._device.type != "cpu":  # on CUDA, copied during the previous step
             items = self._position.note(items, partial(on_device, device=self._device))
         if self._source.sizes_known and not self._source.counts:
-            steps = steps_of_known(items, grad_accumulation, self._rank)
+            steps = steps_of_known(items, grad_accumulation, self._rank, batches_left)
         else:
-            steps = steps_of_exchanged(items, grad_accumulation, self._rank, self._exchange_ints)
+            steps = steps_of_exchanged(items, grad_accumulation, self._rank, self._exchange_ints, batches_left)
         any_step = skip_steps > 0
         for step in steps:
             any_step = True

@@ -6,7 +6,7 @@ import copy
 import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, TypeVar
@@ -179,6 +179,9 @@ def _without_arrays(state: Any) -> Any:
     return {key: _without_arrays(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
+_GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+
+
 def as_generator(value: Any) -> Generator | None:
     """Return a random generator of Python, numpy or torch, with its state; ``None`` for any other object."""
     if isinstance(value, torch.Generator):
@@ -225,7 +228,8 @@ def generators_in(**holders: Any) -> dict[str, Generator]:
         parts = dict(holder.named_modules()) if isinstance(holder, nn.Module) else {"": holder}
         for path, part in parts.items():
             attributes = getattr(part, "__dict__", {}).items()
-            _add_generators(found, {f"{name}.{path}:{key}": value for key, value in attributes})
+            own = [(key, value) for key, value in attributes if isinstance(value, _GENERATORS)]  # mostly none
+            _add_generators(found, {f"{name}.{path}:{key}": value for key, value in own})
     return found
 
 
@@ -252,6 +256,21 @@ def set_generator_states(loaders: Iterable[Any], states: Iterable[Mapping[str, A
     """Set the states of loaders' generators. A generator without a saved state is not changed."""
     for loader, saved in zip(loaders, states, strict=True):
         set_states(generators_of(loader), saved)
+
+
+@contextmanager
+def generators_restored(loader: Any, **holders: Any) -> Iterator[None]:
+    """Let the block draw from the generators of a loader, its dataset and other objects without an effect afterwards.
+
+    A sampler that has a state of its own is not changed: it may be within a pass.
+    """
+    own = {name: one for name, one in generators_of(loader).items() if not isinstance(one, _OfState)}
+    own |= generators_in(dataset=getattr(loader, "dataset", None), **holders)
+    before = {name: one.get_state() for name, one in own.items()}
+    try:
+        yield
+    finally:
+        set_states(own, before)
 
 
 def set_states(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:

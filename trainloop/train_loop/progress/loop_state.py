@@ -308,9 +308,9 @@ class LoopState:
     def end_epoch(self) -> None:
         """End the current epoch after this step, on all ranks; the next epoch begins as usual.
 
-        The epoch's evaluation and its last hooks follow. Any rank may call it; all ranks end the epoch at the same
-        step. Between two calls of ``fit(num_iterations=...)``, it ends the epoch in which the first call stopped, so
-        that the second call begins a new epoch.
+        The epoch's evaluation and its last hooks follow. All ranks end the epoch at the same step; if only some ranks
+        call it, this may be one or a few steps later. Between two calls of ``fit(num_iterations=...)``, it ends the
+        epoch in which the first call stopped, so that the second call begins a new epoch.
 
         Raises
         ------

@@ -34,6 +34,7 @@ from trainloop.data import EvalFeed
 from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.loader.loader_copies import end_workers, keeps_workers, with_workers
 from trainloop.data.loader.loaders import Shared, check_shared, workers_outlive_signals
+from trainloop.data.order.orders import generators_restored
 from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import whole_batch
 from trainloop.distributed.tensors import copy_from_first
@@ -373,7 +374,8 @@ class Run:
     def _evaluation(self, prefix: str) -> Iterator[Recorder]:
         """Yield a recorder for an evaluation of rank 0's model; meanwhile, it receives all logs.
 
-        The training around the evaluation is not affected: modules' modes and random states are restored.
+        The training around the evaluation is not affected: modules' modes and random states are restored, also those of
+        generators of the model, and of the training loader, which an evaluation may read.
         """
         # A criterion may have dropout, statistics or a memory, too.
         modules = trained_modules(self.loop.model, self.loop.criterion)
@@ -381,7 +383,11 @@ class Run:
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
         buffers = _buffers_of_rank_0(modules) if self.parallel else nullcontext()
         criteria = class_criteria(self.loop.model, self.loop.criterion)
-        with buffers, self.listening(recorder), evaluating(*modules), rng.isolated(), criteria:
+        loop = self.loop
+        own: AbstractContextManager[None] = nullcontext()
+        if self.trains:
+            own = generators_restored(loop.train_loader, model=loop.model, criterion=loop.criterion)
+        with buffers, self.listening(recorder), evaluating(*modules), rng.isolated(), own, criteria:
             yield recorder
 
     def _into_history(self, prefix: str, values: dict[str, float]) -> None:
@@ -420,14 +426,18 @@ class Run:
         # If any rank has a hook, all ranks exchange here. Without hooks, an occasional exchange is enough.
         has_hooks = any(callback.uses_hook("on_log") for callback in self.loop.callbacks)
         if exchange or has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
-            self.publish(self.recorder.exchange_steps())
+            self._share_steps()
         else:
             self.recorder.compact()
 
     def share_logs(self) -> None:
         """Exchange all values of steps so far, so that the history of every rank has them. Collective; waits."""
-        self.publish(self.recorder.exchange_steps())
+        self._share_steps()
         self.loop.history.put_agreed(self.exchange({}, attachment=self.loop.history.take_own()).attachments)
+
+    def _share_steps(self) -> None:
+        # A hook may ask within a step, of which only some micro-batches are done.
+        self.publish(self.recorder.exchange_steps(finished=self.loop.global_step))
 
     def publish(self, steps: StepValues) -> None:
         """Add step values to the history and, on rank 0, pass them to ``on_log``."""

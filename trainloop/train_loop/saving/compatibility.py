@@ -68,7 +68,8 @@ def check_checkpoint(loop: LoopState, state: dict[str, Any]) -> None:
     if kinds != saved_kinds:
         raise CheckpointError(
             f"the checkpoint was made with {' and '.join(saved_kinds) or 'no optimizer'}, but the loop has "
-            f"{' and '.join(kinds) or 'none'}. Pass the same optimizer."
+            f"{' and '.join(kinds) or 'none'}. Pass the same optimizer. If a callback replaced it, it must do "
+            "so again in on_train_begin, where tl.resumed is True and tl.epoch is the epoch to resume in."
         )
     # Groups that a callback added in training are added again; nothing changes before all checks.
     grow = add_missing_groups(loop, state.get("groups"), only_look=True)

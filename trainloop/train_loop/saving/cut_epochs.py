@@ -115,7 +115,8 @@ def _before_end(now: dict[str, Any], kept: dict[str, Any] | None) -> dict[str, A
 def held_before_end(run: TrainingRun) -> dict[str, Any]:
     """Return all that a checkpoint of this moment needs besides tensors, for :func:`held_state`. Collective."""
     ranks = states_of_ranks(run, check=False)
-    return {"place": place_of(run), "ranks": ranks, **states_before_cut(run)}
+    values = run.loop.history.lengths()
+    return {"place": place_of(run), "ranks": ranks, "values": values, **states_before_cut(run)}
 
 
 def held_state(run: TrainingRun, held: dict[str, Any]) -> dict[str, Any] | None:
@@ -124,7 +125,13 @@ def held_state(run: TrainingRun, held: dict[str, Any]) -> dict[str, Any] | None:
     No step may have been taken since.
     """
     state = whole_state(run, held["ranks"])
-    return None if state is None else _with_states(state, {**held, "ranks": state["ranks"]})
+    if state is None:
+        return None
+    for values in (state["history"]["values"], state["history"]["epochs"]):  # without those of the epoch's end
+        values.update({name: values[name][:number] for name, number in held["values"].items()})
+        for name in values.keys() - held["values"].keys():
+            del values[name]
+    return _with_states(state, {**held, "ranks": state["ranks"]})
 
 
 def load_cut(run: TrainingRun, cut: dict[str, Any]) -> bool:

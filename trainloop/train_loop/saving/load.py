@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
     again = loop.global_step == state["place"]["global_step"] > 0
     if wrong := about_criterion(loop, state):
         warn(f"tl.criterion is not the one with which the training ended: {wrong}")
-    _load_parts(loop, state)
+    _load_finished(loop, state)
     # A callback may have replaced the model's weights by those with which training would continue.
     load_model(loop.model, state)
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in state["ranks"]], 0, len(state["ranks"]))
@@ -161,6 +162,33 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
                 "that wrote it. To train further in this process, leave resume_from out."
             )
     remove_dead()  # folders of a killed training; normally a rank removes them, but none is started here
+
+
+def _load_finished(loop: LoopState, state: dict[str, Any]) -> None:
+    """Load the loop's own parts. If that fails, first call the hooks that prepare the loop where a run resumes.
+
+    They change the structure of the model, or make what a callback loads its state into.
+    """
+    try:
+        check_checkpoint(loop, state)
+        _load_parts(loop, state)
+        return
+    except Exception:
+        preparing = [callback for callback in loop.callbacks if overrides_of_user(callback, "on_train_begin")]
+        if not preparing:
+            raise
+    before = replace(loop.progress)
+    loop.note(resumed=True)
+    for name in COUNTERS:
+        setattr(loop.progress, name, state["place"][name])
+    for callback in sorted(preparing, key=lambda one: one.execution_order):
+        callback.on_train_begin()
+    try:
+        check_checkpoint(loop, state)
+    except CheckpointError:
+        loop.note(progress=before)
+        raise
+    _load_parts(loop, state)
 
 
 def _load_own(loop: LoopState, state: dict[str, Any], mine: dict[str, Any], *, same_ranks: bool) -> None:

@@ -41,7 +41,7 @@ from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.loader.loader_copies import end_workers
 from trainloop.data.loader.loaders import tell_epoch
 from trainloop.devices import has_ranks
-from trainloop.errors import CheckpointError
+from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import drop_gradients, trained_modules
 from trainloop.parallel.misuse import is_compiled, refuse_exchanges
 from trainloop.train_loop.arguments.checks import check_loader
@@ -524,19 +524,16 @@ class Training(Run):
         self.display.begin_epoch(loop.epoch, total_epochs, self.feed.num_batches, self.epoch_batches)
         if resumed_at_end:  # a callback has ended the epoch, in the step after which the checkpoint was written
             return iter(())
-        steps: Iterator[StepBatches] = self.feed.steps(loop.grad_accumulation, skip, skip_batches=skip_batches)
-        return self._until_last_iteration(steps) if loop.num_iterations else steps
+        if self._batches_left() <= 0:  # only the end of the epoch is left
+            return iter(())
+        steps: Iterator[StepBatches] = self.feed.steps(
+            loop.grad_accumulation, skip, skip_batches=skip_batches, batches_left=self._batches_left
+        )
+        return steps
 
-    def _until_last_iteration(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
-        """Yield the steps up to the last iteration; cut the last step to the batches that are left if possible."""
-        if self.loop.progress.total_iteration_idx >= self._last_iteration:  # only the end of the epoch is left
-            return
-        for step in steps:
-            left = int(self._last_iteration) - self.loop.total_iteration_idx
-            if left < len(step.batches) and step.scales is None:
-                total = step.total * left // len(step.batches)
-                step = step._replace(batches=step.batches[:left], sizes=step.sizes[:left], total=total)
-            yield step
+    def _batches_left(self) -> float:
+        """Return the number of micro-batches until the last iteration; infinity if ``fit`` counts epochs."""
+        return self._last_iteration - self.loop.progress.total_iteration_idx
 
     def _hold(self) -> None:
         """Before work that may fail at the end of an epoch, note what a checkpoint of the last step needs. Collective.
@@ -613,6 +610,15 @@ class Training(Run):
             self.loop.note(end_requested=any(theirs for (theirs,) in distributed.exchange_ints(mine)))
         # Include signals, since evaluation may have taken long.
         return self._reached_boundary() | (EARLY_STOP if self.loop.end_requested else 0)
+
+    def _eval_feed(self, loader: Any, name: str) -> Any:
+        if self.step_in_work is not None and loader is self.loop.train_loader and hasattr(type(loader), "__next__"):
+            raise ConfigurationError(
+                f"train_loader is its own iterator ({type(loader).__name__} has __next__), so evaluating it within an "
+                "epoch would take the batches of the training. Evaluate it in on_epoch_end, or return a new iterator "
+                "from its __iter__."
+            )
+        return super()._eval_feed(loader, name)
 
     def _reached_boundary(self) -> int:
         """Return the reasons for which all ranks stop here; without one, write a restart checkpoint if it is due."""
