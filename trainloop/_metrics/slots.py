@@ -38,7 +38,9 @@ class Slots:
             slot = self._grown()
         try:
             return slot.copy_(value)
-        except RuntimeError:  # copying nearly always works, and a check would cost time for every value
+        except (RuntimeError, AssertionError):  # copying nearly always works; a check would cost time for every value
+            if hasattr(value, "full_tensor"):  # a DTensor, such as the norm of fsdp's gradients, which all ranks log
+                return self.keep(value.full_tensor())
             if not value.ndim or value.numel() != 1:
                 raise
             return slot.copy_(value.reshape(()))

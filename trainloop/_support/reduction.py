@@ -402,9 +402,9 @@ def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]
     """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss`` whose graphs don't contain them.
 
     This costs a microsecond for each torch call. So an evaluation uses it for the first batch, and for later batches
-    only if the first batch has made such a call. Training uses it for the first step of an epoch (of short epochs, in
-    every 16th step), and for later ones only if a graph lacks the divisor: in compiled code, and for
-    ``F.linear_cross_entropy`` in chunks.
+    only if the first batch has made such a call, or the loop has no criterion. Training uses it for the first step of
+    an epoch (of short epochs, in every 16th step), and for later ones only if a graph lacks the divisor: in compiled
+    code, and for ``F.linear_cross_entropy`` in chunks.
 
     Parameters
     ----------

@@ -54,6 +54,8 @@ def number_of(
     if value is None and optional:
         return None
     # A tensor with one element is a number, too; each library has its own numbers.
+    if hasattr(value, "full_tensor"):  # a DTensor in fsdp: as a number, it would be that of this rank's shard
+        value = value.full_tensor()
     one = not isinstance(value, (bool, str, bytes)) and getattr(value, "shape", ()) == ()
     try:
         number = float(value) if one else None
