@@ -322,7 +322,7 @@ class Gradients:
         own = isinstance(weight, dict)
         names = list(loss) if isinstance(loss, MultiLoss) else []
         if self._names is None or (own and not weight.keys() <= self._names.keys()):
-            told = [[names, weight is not None, own]]
+            told: list[Any] = [[names, weight is not None, own]]
             if self.ranks > 1:
                 if self.weight.ragged:  # some ranks may not call this
                     return weight

@@ -490,8 +490,10 @@ class Training(Run):
             self.epoch_steps = self.epoch_batches = 0
             self.recorder.between_steps(loop.global_step + 1)
             trains = loop.model.training
-            for hook in self.hooks.on_epoch_begin:
-                hook()
+            hooks = self.hooks.on_epoch_begin
+            with self.advice.seeing_draws() if hooks and self.gradients.ranks > 1 else _ALONE:
+                for hook in hooks:
+                    hook()
             if trains and not loop.model.training:
                 self.advice.eval_undone()
             self._find_renewed()
