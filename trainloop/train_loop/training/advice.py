@@ -67,8 +67,8 @@ class Advice:
                 "draws",
                 f"on_epoch_begin of {described_names(names or ['the model'])} draws random numbers, which differ "
                 "between ranks. If it changes the data or their order with them, ranks read some samples several times "
-                "and others never. Then draw from a generator that is the same on all ranks, such as random.Random(epoch), "
-                "numpy.random.default_rng(epoch) or torch.Generator().manual_seed(epoch).",
+                "and others never. Then draw from a generator that is the same on all ranks, such as "
+                "random.Random(epoch), numpy.random.default_rng(epoch) or torch.Generator().manual_seed(epoch).",
             )
 
     def untrained(self, *, averages: bool) -> None:
