@@ -36,12 +36,15 @@ class Batches:
 
 
 class TwoTasks(TTModel):
+    modules_only = False
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.body, self.classes, self.values = nn.Linear(5, 8), nn.Linear(8, 4), nn.Linear(8, 5)
         self.double()
         self.kind = kind
+        self.criterion = nn.CrossEntropyLoss(ignore_index=0 if kind == "ignored targets" else -100)
 
     def losses(self, batch: dict[str, Any]) -> tuple[Tensor, int, Tensor]:
         """Return the batch's loss, over how many units it is a mean, and a zero that all parameters reach."""
@@ -50,9 +53,11 @@ class TwoTasks(TTModel):
         zero = 0 * (scores.sum() + values.sum())
         if batch["task"] == "r":
             return functional.mse_loss(values + zero, batch["x"]), len(batch["x"]), zero
-        ignored = 0 if self.kind == "ignored targets" else -100
+        ignored = self.criterion.ignore_index
         units = int((batch["y"] != ignored).sum())
-        return functional.cross_entropy(scores + zero, batch["y"], ignore_index=ignored), units, zero
+        if not self.modules_only:
+            return functional.cross_entropy(scores + zero, batch["y"], ignore_index=ignored), units, zero
+        return self.criterion(scores + zero, batch["y"]), units, zero
 
     def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
         loss, _, zero = self.losses(batch_data)
@@ -109,6 +114,19 @@ def test_ranks_with_other_losses_step_as_one_process(kind: str, order: str, mode
     _, alone = by_loop(kind, TASKS[order], grad_accumulation=2)
     for name in alone.history:
         assert loop.history[name] == pytest.approx(alone.history[name], rel=1e-12), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["ddp", FSDP])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_first_class_loss_may_be_one_rank_s_in_a_later_step(
+    kind: str, mode: str, accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TwoTasks, "modules_only", True)
+    tasks = "rrcr" if accumulation == 1 else "rrrrrcr"
+    model, _ = by_loop(kind, tasks, gpu_mode=mode, devices=2, grad_accumulation=accumulation)
+    check_equal(model, by_hand(kind, tasks, 2 * accumulation))
 
 
 @pytest.mark.long

@@ -37,6 +37,7 @@ __all__ = [
     "class_criteria",
     "divisor_of",
     "functional_losses",
+    "has_class_criteria",
     "sum_rule",
 ]
 
@@ -305,12 +306,22 @@ def class_criteria(*roots: Any) -> Iterator[None]:
         A model, and a criterion or a collection of criteria.
     """
     with ExitStack() as undo:
-        for module in (module for root in roots for module in _modules(root)):
-            # A subclass that overrides forward may divide by anything.
-            is_known = getattr(type(module), "forward", None) in _FORWARDS
-            if is_known and getattr(module, "reduction", None) == "mean":
-                undo.callback(module.register_forward_hook(_after, with_kwargs=True).remove)
+        for module in _class_modules(*roots):
+            undo.callback(module.register_forward_hook(_after, with_kwargs=True).remove)
         yield
+
+
+def has_class_criteria(*roots: Any) -> bool:
+    """Return True if a model or a criterion contains a criterion of class indices, which some batches may not call."""
+    return next(_class_modules(*roots), None) is not None
+
+
+def _class_modules(*roots: Any) -> Iterator[nn.Module]:
+    for module in (module for root in roots for module in _modules(root)):
+        # A subclass that overrides forward may divide by anything.
+        is_known = getattr(type(module), "forward", None) in _FORWARDS
+        if is_known and getattr(module, "reduction", None) == "mean":
+            yield module
 
 
 def _after(criterion: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:

@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 
 from trainloop import distributed
-from trainloop._support.reduction import sum_rule
+from trainloop._support.reduction import has_class_criteria, sum_rule
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.optim import (
@@ -92,6 +92,8 @@ class Gradients:
         self._names: dict[str, None] | None = None
         """Names of the losses of a ``MultiLoss`` over all ranks, if one of them has its own weight; otherwise empty.
         ``None``: ranks have not agreed yet."""
+        self.calls_class_losses = False
+        """True if ``get_loss`` has called a loss of class indices while the run looked for such calls."""
         self.take_rules()
         self._take_optimizers()
         self.trained = (
@@ -322,17 +324,20 @@ class Gradients:
         own = isinstance(weight, dict)
         names = list(loss) if isinstance(loss, MultiLoss) else []
         if self._names is None or (own and not weight.keys() <= self._names.keys()):
-            told: list[Any] = [[names, weight is not None, own]]
+            told: list[Any] = [[names, weight is not None, own, self.calls_class_losses]]
             if self.ranks > 1:
                 if self.weight.ragged:  # some ranks may not call this
                     return weight
                 told = distributed.gather_object(told[0])
-            self.weight.always_weighted = self.weight.weighted = any(weighted for _, weighted, _ in told)
-            in_parts = any(own for *_, own in told)
+            # Later, the first class loss may be one of some ranks only.
+            expected = self.ranks > 1 and not any(calls for *_, calls in told) and self._has_class_criteria()
+            self.weight.always_weighted = self.weight.weighted = expected or any(weighted for _, weighted, *_ in told)
+            in_parts = expected or any(own for _, _, own, _ in told)
             self._names = dict.fromkeys(name for theirs, *_ in told for name in theirs) if in_parts else {}
-        if names and self._names and not own:
-            return dict.fromkeys(names, size if weight is None else weight)
-        return weight
+        return dict.fromkeys(names, size) if names and self._names and weight is None else weight
+
+    def _has_class_criteria(self) -> bool:
+        return has_class_criteria(self._run.loop.model, self._run.loop.criterion)
 
     def _scaled_parts(self, losses: MultiLoss, weights: dict[str, Any], share: float, count: int, size: int) -> Any:
         """Scale each loss of a ``MultiLoss`` by its own weight. (A common factor after backward would not be enough.)
