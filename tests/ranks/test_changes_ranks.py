@@ -243,6 +243,30 @@ def test_state_of_a_dataset_that_does_not_come_back_from_ranks_is_named(capfd: p
     assert " ".join(capfd.readouterr().err.split()).count(text) == 1
 
 
+class _Shuffles(AbstractCallback):
+    def __init__(self, same: bool) -> None:
+        super().__init__("shuffles")
+        self.same = same
+
+    def on_epoch_begin(self) -> None:
+        loop = self.train_loop_obj
+        data, draws = loop.train_loader.dataset, np.random.default_rng(loop.epoch) if self.same else np.random
+        order = draws.permutation(len(data))
+        data.tensors = tuple(tensor[order] for tensor in data.tensors)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("same", [True, False])
+def test_a_hook_that_shuffles_data_by_numbers_that_differ_between_ranks_is_named(
+    same: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = "on_epoch_begin of _Shuffles draws random numbers, which differ between ranks"
+    loop_of("rate", "ddp").fit(num_epochs=2, callbacks=[_Shuffles(same)])
+    assert " ".join(capfd.readouterr().err.split()).count(text) == (not same)
+    loop_of("rate", "single").fit(num_epochs=2, callbacks=[_Shuffles(same)])
+    assert text not in " ".join(capfd.readouterr().err.split())
+
+
 class _Longer(AbstractCallback):
     def on_epoch_end(self) -> None:
         data = self.train_loop_obj.train_loader.dataset

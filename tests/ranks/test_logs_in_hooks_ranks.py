@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from kit.sharded_models import FSDP
 from kit.small_loop import STEPS_PER_EPOCH, make_loop
 
 from trainloop import AbstractCallback, distributed
@@ -83,3 +85,27 @@ def test_ranks_log_and_insert_what_they_like(ranks: int) -> None:
     assert tl.history.epochs("end") == [1]
     assert tl.history.epochs("begin") == [0]
     assert len(tl.history.steps("steps")) == 2 * -(-101 // (16 * ranks)) <= 2 * STEPS_PER_EPOCH
+
+
+class LogsShards(AbstractCallback):
+    """In fsdp, gradients and parameters are DTensors, and so are their norms."""
+
+    def on_after_gradient_update(self, optimizer_idx: int) -> None:
+        model = self.train_loop_obj.model
+        self.log("clipped", torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1), on_step=True)
+        self.log("largest", model.fc.weight.grad.abs().max())
+
+    def on_epoch_end(self) -> None:
+        norm = self.train_loop_obj.model.fc.weight.detach().norm()
+        self.train_loop_obj.insert_metric_result_into_history("norm", norm)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["ddp", FSDP])
+def test_norms_of_shards_are_logged_as_those_of_one_process(mode: str) -> None:
+    alone, ranks = make_loop(), make_loop(gpu_mode=mode, devices=2)
+    alone.fit(num_epochs=1, grad_accumulation=2, callbacks=[LogsShards()])
+    ranks.fit(num_epochs=1, callbacks=[LogsShards()])
+    assert ranks.history["norm"] == pytest.approx(alone.history["norm"], rel=1e-4)
+    for name in ("largest", "clipped"):
+        assert ranks.history.steps(name) == pytest.approx(alone.history.steps(name), rel=1e-4), name

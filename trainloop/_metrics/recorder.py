@@ -393,7 +393,7 @@ class Recorder:
             part = entries[0][0].part
             if part is None:
                 metrics[name] = epoch_value(entries)
-            else:
+            elif all(options.on_epoch for options, *_ in entries):
                 losses[part] = epoch_value(entries)
         if losses and "" not in losses:  # parts with different weights
             losses = {"": math.fsum(losses.values()), **losses}
@@ -406,7 +406,11 @@ class Recorder:
         return {series.name: series.new_steps(unfinished) for series in self._series.values() if series.steps}
 
     def _totals(self) -> dict[str, Any]:
-        return {s.name: (s.options, s.total, s.weight) for s in self._series.values() if s.count}
+        counted = [s for s in self._series.values() if s.count]
+        whole = self._parts[""]
+        if counted and not whole.options.on_epoch and whole not in counted:
+            counted.append(whole)  # without a value: other ranks are not to count theirs
+        return {s.name: (s.options, s.total, s.weight) for s in counted}
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the unfinished epoch, as plain types. Call it after :meth:`exchange_steps`."""

@@ -44,6 +44,13 @@ class Options(NamedTuple):
     part: str | None
     """For the loop's loss: the name of a part, or an empty string for the total. ``None`` for the user's metrics."""
 
+    def agree(self, other: Options) -> bool:
+        """Return True if values with these options can be reduced with values with the ``other`` options.
+
+        The parts of a ``MultiLoss`` may have own weights in the batches of some ranks only: ``on_epoch`` of its total.
+        """
+        return self == other or (self.part == "" and self._replace(on_epoch=other.on_epoch) == other)
+
 
 def exact_sum(values: Iterable[float]) -> list[float]:
     """Return floats whose exact sum is that of ``values``: the rounded sum, its rounding error, and so on.
@@ -97,7 +104,7 @@ def by_name(everyone: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     for rank, entries in enumerate(everyone):
         for name, entry in entries.items():
             known = found.setdefault(name, [])
-            if known and known[0][0] != entry[0]:
+            if known and not known[0][0].agree(entry[0]):
                 ours, theirs = known[0][0]._asdict(), entry[0]._asdict()
                 differing = [option for option in ours if ours[option] != theirs[option]]
                 raise ConfigurationError(

@@ -37,6 +37,7 @@ __all__ = [
     "class_criteria",
     "divisor_of",
     "functional_losses",
+    "has_class_criteria",
     "sum_rule",
 ]
 
@@ -305,12 +306,22 @@ def class_criteria(*roots: Any) -> Iterator[None]:
         A model, and a criterion or a collection of criteria.
     """
     with ExitStack() as undo:
-        for module in (module for root in roots for module in _modules(root)):
-            # A subclass that overrides forward may divide by anything.
-            is_known = getattr(type(module), "forward", None) in _FORWARDS
-            if is_known and getattr(module, "reduction", None) == "mean":
-                undo.callback(module.register_forward_hook(_after, with_kwargs=True).remove)
+        for module in _class_modules(*roots):
+            undo.callback(module.register_forward_hook(_after, with_kwargs=True).remove)
         yield
+
+
+def has_class_criteria(*roots: Any) -> bool:
+    """Return True if a model or a criterion contains a criterion of class indices, which some batches may not call."""
+    return next(_class_modules(*roots), None) is not None
+
+
+def _class_modules(*roots: Any) -> Iterator[nn.Module]:
+    for module in (module for root in roots for module in _modules(root)):
+        # A subclass that overrides forward may divide by anything.
+        is_known = getattr(type(module), "forward", None) in _FORWARDS
+        if is_known and getattr(module, "reduction", None) == "mean":
+            yield module
 
 
 def _after(criterion: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
@@ -402,9 +413,9 @@ def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]
     """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss`` whose graphs don't contain them.
 
     This costs a microsecond for each torch call. So an evaluation uses it for the first batch, and for later batches
-    only if the first batch has made such a call. Training uses it for the first step of an epoch (of short epochs, in
-    every 16th step), and for later ones only if a graph lacks the divisor: in compiled code, and for
-    ``F.linear_cross_entropy`` in chunks.
+    only if the first batch has made such a call, or the loop has no criterion. Training uses it for the first step of
+    an epoch (of short epochs, in every 16th step), and for later ones only if a graph lacks the divisor: in compiled
+    code, and for ``F.linear_cross_entropy`` in chunks.
 
     Parameters
     ----------

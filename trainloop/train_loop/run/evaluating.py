@@ -62,6 +62,7 @@ def mean_loss(
     recorder: Recorder,
     name: str,
     sums: SumRule | None = None,
+    own_losses: bool = False,
 ) -> EpochEnd:
     """Return the mean loss over a loader's samples (over units if the loss has a weight), and the logged values.
 
@@ -79,6 +80,8 @@ def mean_loss(
         Name of the loader, for messages.
     sums : SumRule, optional
         Rule that decides which losses are sums over samples.
+    own_losses : bool, optional
+        True if the loop has no criterion. Then each batch may call another function, as with several tasks.
 
     Raises
     ------
@@ -90,7 +93,8 @@ def mean_loss(
     for number, (_, batch, size) in enumerate(batches, start=1):
         recorder.batch_size = size
         # Only a graph shows if get_loss divides the criterion's sum; the first batch's graph decides for all batches.
-        functions = functional_losses(calls_functions) if number == 1 or calls_functions else _NOTHING
+        looks = number == 1 or own_losses or calls_functions
+        functions = functional_losses(calls_functions) if looks else _NOTHING
         with torch.set_grad_enabled(number == 1 and not getattr(sums, "certain", True)), functions:
             read = get_loss(batch, decides)
         if number == 1 and sums is not None and not read.explicit:

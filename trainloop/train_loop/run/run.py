@@ -238,7 +238,8 @@ class Run:
             feed = self._eval_feed(loader, name)
             own = self._refusing_exchanges(feed, feed.batches(self._padded(get_loss)))
             batches = _between_hooks(own, self.hooks, recorder, {"type": kind, "pass": "loss"})
-            end = mean_loss(batches, get_loss, recorder, name, sum_rule(self.loop.model, criterion))
+            rule, own_losses = sum_rule(self.loop.model, criterion), criterion is None
+            end = mean_loss(batches, get_loss, recorder, name, rule, own_losses)
         # A user's evaluation in a callback must not overwrite the epoch's own val_loss.
         losses = named_losses(end.losses, prefix) if losses_into_history else {}
         self._into_history(prefix, {**losses, **end.metrics})

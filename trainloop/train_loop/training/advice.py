@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainloop._support import rng
 from trainloop._support.reduction import adds_samples, divisor_of
 from trainloop._support.user_line import described_names, warn_or_print
+from trainloop.callbacks.base import overrides_of_user
 from trainloop.callbacks.monitor import Monitor
 from trainloop.data import StepBatches
 from trainloop.optim import named_trained_parameters, trained_modules
@@ -52,6 +54,22 @@ class Advice:
             "the beginning of every epoch. To train in evaluation mode, call model.eval() in on_batch_begin, or put "
             "all submodules into eval() instead of the whole model.",
         )
+
+    @contextmanager
+    def seeing_draws(self) -> Iterator[None]:
+        """Warn if the hooks at the beginning of an epoch draw random numbers: data would change by other ones."""
+        loop = self._run.loop
+        before = rng.read(devices=False) if loop.is_global_zero and "draws" not in self._given else None
+        yield
+        if before is not None and rng.drew(before, devices=False):
+            names = [type(one).__name__ for one in loop.callbacks if overrides_of_user(one, "on_epoch_begin")]
+            self.once(
+                "draws",
+                f"on_epoch_begin of {described_names(names or ['the model'])} draws random numbers, which differ "
+                "between ranks. If it changes the data or their order with them, ranks read some samples several times "
+                "and others never. Then draw from a generator that is the same on all ranks, such as "
+                "random.Random(epoch), numpy.random.default_rng(epoch) or torch.Generator().manual_seed(epoch).",
+            )
 
     def untrained(self, *, averages: bool) -> None:
         """Warn of parameters that require gradients but are in no optimizer, and of hooks before an average over ranks.

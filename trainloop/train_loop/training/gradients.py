@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 
 from trainloop import distributed
-from trainloop._support.reduction import sum_rule
+from trainloop._support.reduction import has_class_criteria, sum_rule
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.optim import (
@@ -89,6 +89,11 @@ class Gradients:
         self.weight = StepWeight(place, self.ranks)
         self._parts: dict[str, _Part] = {}
         self._joined: dict[str, _Part] = {}
+        self._names: dict[str, None] | None = None
+        """Names of the losses of a ``MultiLoss`` over all ranks, if one of them has its own weight; otherwise empty.
+        ``None``: ranks have not agreed yet."""
+        self.calls_class_losses = False
+        """True if ``get_loss`` has called a loss of class indices while the run looked for such calls."""
         self.take_rules()
         self._take_optimizers()
         self.trained = (
@@ -287,6 +292,8 @@ class Gradients:
         """
         loss, weight, step = read.loss, read.units, self.weight
         step.given.append(read.explicit)
+        if self._names is None or isinstance(loss, MultiLoss):
+            weight = self._common_weight(loss, weight, size)
         step.weighted = step.weighted or weight is not None
         if read.is_sum:  # gradients of micro-batches add up unscaled, and are averaged over ranks
             if self.ranks == 1:
@@ -298,7 +305,7 @@ class Gradients:
         share = 1 / count if scale is None else scale
         if isinstance(weight, dict):
             return self._scaled_parts(loss, weight, share, count, size)
-        usual = 1.0 if weight is None else step.usual(None, weight, size)
+        usual = step.usual(None, size if weight is None else weight, size) if step.weighted else 1.0
         # With as many units as samples, the bits are the same as without a weight.
         if weight is None or (not isinstance(weight, Tensor) and weight == size):
             step.add(share / usual, 0.0)
@@ -307,6 +314,30 @@ class Gradients:
         units = step.exact(weight) * (share / max(size, 1) / usual)
         step.add(units, 1.0)
         return loss * _like(loss, units)
+
+    def _common_weight(self, loss: Any, weight: Any, size: int) -> Any:
+        """Return a loss's weight: for each loss of a ``MultiLoss`` if a loss of any rank or micro-batch has its own.
+
+        Batches may differ: one has a class loss, another one only a mean over samples, or another task. Ranks agree
+        once, with their first batches. Collective then.
+        """
+        own = isinstance(weight, dict)
+        names = list(loss) if isinstance(loss, MultiLoss) else []
+        if self._names is None or (own and not weight.keys() <= self._names.keys()):
+            told: list[Any] = [[names, weight is not None, own, self.calls_class_losses]]
+            if self.ranks > 1:
+                if self.weight.ragged:  # some ranks may not call this
+                    return weight
+                told = distributed.gather_object(told[0])
+            # Later, the first class loss may be one of some ranks only.
+            expected = self.ranks > 1 and not any(calls for *_, calls in told) and self._has_class_criteria()
+            self.weight.always_weighted = self.weight.weighted = expected or any(weighted for _, weighted, *_ in told)
+            in_parts = expected or any(own for _, _, own, _ in told)
+            self._names = dict.fromkeys(name for theirs, *_ in told for name in theirs) if in_parts else {}
+        return dict.fromkeys(names, size) if names and self._names and weight is None else weight
+
+    def _has_class_criteria(self) -> bool:
+        return has_class_criteria(self._run.loop.model, self._run.loop.criterion)
 
     def _scaled_parts(self, losses: MultiLoss, weights: dict[str, Any], share: float, count: int, size: int) -> Any:
         """Scale each loss of a ``MultiLoss`` by its own weight. (A common factor after backward would not be enough.)
@@ -317,9 +348,10 @@ class Gradients:
         step = self.weight
         if count == 1 and not step.ragged:
             step.add(share, 0.0)
-            own = torch.stack([step.zero() + weight for weight in weights.values()])
+            names = self._names or weights  # a rank's batch may lack a loss
+            own = torch.stack([step.zero() + weights.get(name, 0) for name in names])
             factors = own / distributed.all_reduce(own, "mean").clamp(min=TINY)
-            return _times(losses, dict(zip(weights, factors)))
+            return _times(losses, dict(zip(names, factors)))
         if not step.ragged and isinstance(self._place.wrapper, TTDistributedDataParallel):
             # DDP's reducer would reduce the sum of these gradients.
             self._always_later = step.reduced_later = True
@@ -388,10 +420,13 @@ class Gradients:
 
     def _join_parts(self) -> None:
         """Add up the parts' gradients, each divided by its weight over all ranks. Collective."""
-        if self.weight.ragged and self.ranks > 1:  # a rank without a batch does not know the names
-            names = dict.fromkeys(name for names in distributed.gather_object(list(self._parts)) for name in names)
+        if self.ranks > 1:
+            names = self._names or {}
+            if self.weight.ragged:  # a rank without a batch may not know the names
+                names = dict.fromkeys(name for names in distributed.gather_object(list(self._parts)) for name in names)
             self._parts = {name: self._parts.get(name) or _Part() for name in names}
-        weights = torch.stack([self.weight.zero() + part.weight for part in self._parts.values()])
+        step = self.weight
+        weights = torch.stack([step.zero() + step.of_samples + part.weight for part in self._parts.values()])
         if self.ranks > 1:
             weights = distributed.all_reduce(weights, "mean")
         for part, weight in zip(self._parts.values(), weights.clamp(min=TINY)):
@@ -424,7 +459,8 @@ class Gradients:
         with place.autocast, self._run.seeing_functions(idle=True):
             output = place.wrapper.get_loss(batch, self._run.loop.criterion, place.device)
         read = read_loss(output, 1)
-        if isinstance(read.units, dict):  # the other ranks run a backward for each loss
+        if isinstance(read.loss, MultiLoss) and (self._names or isinstance(read.units, dict)):
+            # the other ranks run a backward for each loss
             for name in read.loss:
                 self._parts.setdefault(name, _Part())
         self.backward(read.loss * 0.0)

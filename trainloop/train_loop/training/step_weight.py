@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainloop import distributed
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.ddp import WeighingDataParallel
+from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
 
 __all__ = ["TINY", "StepWeight"]
 
@@ -39,6 +39,8 @@ class StepWeight:
         For each micro-batch, True if ``get_loss`` returned a weight.
     weighted : bool
         True if the loss of a micro-batch has units other than samples.
+    always_weighted : bool
+        True if ranks have agreed that :attr:`weighted` is True in each step, as a loss of any rank had units.
     usual_units : dict
         Usual numbers of units per sample, which ranks have agreed on: of a loss, or by name of a ``MultiLoss``'s parts.
     ragged, reduced_later : bool
@@ -51,13 +53,13 @@ class StepWeight:
         self._ranks = ranks
         self._known_numbers: dict[tuple[float, float], Tensor] = {}
         self.usual_units: dict[str | None, float] = {}
-        self.ragged = self.reduced_later = False
+        self.ragged = self.reduced_later = self.always_weighted = False
         self.clear()
 
     def clear(self) -> None:
         """Begin a step."""
         self.given: list[bool] = []
-        self.weighted = False
+        self.weighted = self.always_weighted
         self._weight: Any = 0.0
         self._uneven = 0.0
 
@@ -72,15 +74,15 @@ class StepWeight:
         """Return the usual number of units per sample: a power of two, by which a division changes no bit.
 
         It keeps losses, and gradients until the end of the step, near the scale of a mean: with a sum over the pixels
-        of an image, fp16 overflows (AMP, ``fp16_compress_hook``). Ranks agree on it once, from their first batches.
-        Collective then.
+        of an image, fp16 overflows (AMP, ``fp16_compress_hook``). Only then, ranks agree on it once, from their first
+        batches. Collective then.
         """
         usual = self.usual_units.get(name)
         if usual is not None:
             return usual
         if self.ragged:  # some ranks may not call this
             return 1.0
-        if self.reduced_later and not self._place.scaler.is_enabled():  # divided before anything is in fp16
+        if not self._in_fp16():
             return self.usual_units.setdefault(name, 1.0)
         units = self.zero() + self.exact(weight) / max(size, 1)
         mean = float(units if self._ranks == 1 else distributed.all_reduce(units, "mean"))
@@ -88,6 +90,18 @@ class StepWeight:
             return 1.0  # without units, each factor is right; the next batch decides
         usual = self.usual_units[name] = 2.0 ** round(math.log2(mean))
         return usual
+
+    def _in_fp16(self) -> bool:
+        """Return True if gradients may be in fp16 before they are divided by the step's weight."""
+        if self._place.scaler.is_enabled() or any(p.dtype == torch.float16 for p in self._place.model.parameters()):
+            return True
+        wrapper = self._place.wrapper
+        return not self.reduced_later and isinstance(wrapper, WeighingDataParallel) and bool(comm_hooks_of(wrapper))
+
+    @property
+    def of_samples(self) -> Any:
+        """The weight of the micro-batches so far whose losses were scaled by their samples."""
+        return self._weight
 
     def check(self) -> None:
         """Raise an error if ``get_loss`` has returned a weight for only some micro-batches.

@@ -239,9 +239,10 @@ class TrainedParameters:
         raise ConfigurationError(
             f"the ranks' weights differ: {name} differs by up to {float(distance):.3g} between rank 0 and rank "
             f"{', '.join(map(str, odd))}. Either gradients were not averaged, or only some ranks changed their "
-            "weights. Compute losses in get_loss, and change parameters on every rank in the same way. If the first "
-            "forward pass initializes parameters, call the model once before fit. An optimizer "
-            "that draws random numbers must draw the same on all ranks: keep a torch.Generator or random.Random with a "
+            "weights. Compute losses in get_loss, and change parameters on every rank in the same way: in a callback, "
+            "since get_loss is not called on a rank without samples of an epoch's last step. If the first forward pass "
+            "initializes parameters, call the model once before fit. An optimizer or a hook that draws random numbers "
+            "must draw the same on all ranks: keep a torch.Generator or random.Random with a "
             "fixed seed in it, and pass it to each draw; or, in a subclass, call super().step() within "
             "torch.random.fork_rng(), after torch.manual_seed(number of the step)."
         )

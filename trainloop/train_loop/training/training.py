@@ -490,8 +490,10 @@ class Training(Run):
             self.epoch_steps = self.epoch_batches = 0
             self.recorder.between_steps(loop.global_step + 1)
             trains = loop.model.training
-            for hook in self.hooks.on_epoch_begin:
-                hook()
+            hooks = self.hooks.on_epoch_begin
+            with self.advice.seeing_draws() if hooks and self.gradients.ranks > 1 else _ALONE:
+                for hook in hooks:
+                    hook()
             if trains and not loop.model.training:
                 self.advice.eval_undone()
             self._find_renewed()
@@ -742,6 +744,7 @@ class Training(Run):
             yield
         if not idle:
             self._class_losses.add(self._functions[before:])
+            self.gradients.calls_class_losses |= len(self._functions) > before
 
     def functions_seen(self) -> None:
         """Called after a step: later steps of the epoch do without the mode if the graphs contain the divisors."""
