@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from kit.small_loop import Net, make_loop
 from torch import Tensor, nn, optim
 
@@ -34,6 +35,27 @@ def test_a_layer_that_was_swapped_after_the_optimizer_was_made_is_named_once_a_f
     with pytest.warns(UserWarning, match=words) as caught:
         loop.fit(num_epochs=2)
     assert len(caught) == 1
+
+
+class Weighted(nn.CrossEntropyLoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return self.scale * super().forward(input, target)
+
+
+def test_a_weight_of_the_criterion_that_nobody_trains_is_named() -> None:
+    loop = make_loop()
+    loop.criterion = Weighted()
+    with pytest.warns(UserWarning, match=r"criterion\.scale requires gradients, but is in no optimizer"):
+        loop.fit(num_epochs=1)
+    loop = make_loop()
+    loop.criterion = Weighted()
+    loop.optimizer.add_param_group({"params": loop.criterion.parameters()})
+    loop.fit(num_epochs=1)
+    assert loop.criterion.scale != 1
 
 
 def test_the_summary_counts_what_is_not_trained() -> None:
