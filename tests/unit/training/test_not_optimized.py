@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from kit.small_loop import Net, make_loop
 from torch import Tensor, nn, optim
 
@@ -41,6 +42,27 @@ def test_the_warning_says_that_their_gradients_are_clipped_with_the_others() -> 
     loop.gradient_clip_norm = 1.0
     with pytest.warns(UserWarning, match="in no optimizer.*add up from step to step, and count in the norm"):
         loop.fit(num_epochs=1)
+
+
+class Weighted(nn.CrossEntropyLoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return self.scale * super().forward(input, target)
+
+
+def test_a_weight_of_the_criterion_that_nobody_trains_is_named() -> None:
+    loop = make_loop()
+    loop.criterion = Weighted()
+    with pytest.warns(UserWarning, match=r"criterion\.scale requires gradients, but is in no optimizer"):
+        loop.fit(num_epochs=1)
+    loop = make_loop()
+    loop.criterion = Weighted()
+    loop.optimizer.add_param_group({"params": loop.criterion.parameters()})
+    loop.fit(num_epochs=1)
+    assert loop.criterion.scale != 1
 
 
 def test_the_summary_counts_what_is_not_trained() -> None:

@@ -78,7 +78,7 @@ class Advice:
         averaged over ranks after backward.
         """
         loop = self._run.loop
-        names = not_optimized(loop.model, self._run.gradients.optimizers)
+        names = not_optimized(loop.model, self._run.gradients.optimizers, loop.criterion)
         if names:
             clips = " Their gradients add up from step to step, and count in the norm that gradient_clip_norm limits."
             self.once(

@@ -324,16 +324,19 @@ class Gradients:
         own = isinstance(weight, dict)
         names = list(loss) if isinstance(loss, MultiLoss) else []
         if self._names is None or (own and not weight.keys() <= self._names.keys()):
-            told: list[Any] = [[names, weight is not None, own, self.calls_class_losses]]
+            told = [[int(flag) for flag in (weight is not None, own, self.calls_class_losses)]]
             if self.ranks > 1:
                 if self.weight.ragged:  # some ranks may not call this
                     return weight
-                told = distributed.gather_object(told[0])
+                told = distributed.exchange_ints(told[0])
+            weighted, in_parts, called = (any(column) for column in zip(*told))
             # Later, the first class loss may be one of some ranks only.
-            expected = self.ranks > 1 and not any(calls for *_, calls in told) and self._has_class_criteria()
-            self.weight.always_weighted = self.weight.weighted = expected or any(weighted for _, weighted, *_ in told)
-            in_parts = expected or any(own for _, _, own, _ in told)
-            self._names = dict.fromkeys(name for theirs, *_ in told for name in theirs) if in_parts else {}
+            expected = self.ranks > 1 and not called and self._has_class_criteria()
+            self.weight.always_weighted = self.weight.weighted = expected or weighted
+            self._names = {}
+            if expected or in_parts:
+                theirs = distributed.gather_object(names) if self.ranks > 1 else [names]
+                self._names = dict.fromkeys(name for names_of_rank in theirs for name in names_of_rank)
         return dict.fromkeys(names, size) if names and self._names and weight is None else weight
 
     def _has_class_criteria(self) -> bool:

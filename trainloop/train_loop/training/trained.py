@@ -392,10 +392,11 @@ def _raise_unequal_buffers(everyone: list[dict[str, tuple[int, ...]]]) -> None:
                 )
 
 
-def not_optimized(model: nn.Module, optimizers: Sequence[Any]) -> list[str]:
+def not_optimized(model: nn.Module, optimizers: Sequence[Any], criterion: Any = None) -> list[str]:
     """Return the names of the parameters that require gradients but are in no optimizer."""
     stepped = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
-    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    named = named_trained_parameters(model, criterion)
+    return [name for name, p in named if p.requires_grad and id(p) not in stepped]
 
 
 def hooked_parameters(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
