@@ -267,6 +267,29 @@ def test_a_hook_that_shuffles_data_by_numbers_that_differ_between_ranks_is_named
     assert text not in " ".join(capfd.readouterr().err.split())
 
 
+class _Reads(AbstractCallback):
+    """Reads a loader, and may shuffle data by torch's numbers."""
+
+    def __init__(self, shuffles: bool) -> None:
+        super().__init__("reads")
+        self.shuffles = shuffles
+
+    def on_epoch_begin(self) -> None:
+        dataset = self.train_loop_obj.train_loader.dataset
+        next(iter(DataLoader(dataset, 2, shuffle=True)))
+        if self.shuffles:
+            order = torch.randperm(len(dataset))
+            dataset.tensors = tuple(tensor[order] for tensor in dataset.tensors)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shuffles", [True, False])
+def test_a_hook_that_only_reads_a_loader_is_not_said_to_draw(shuffles: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    loop_of("rate", "ddp").fit(num_epochs=2, callbacks=[_Reads(shuffles)])
+    text = "on_epoch_begin of _Reads draws random numbers"
+    assert " ".join(capfd.readouterr().err.split()).count(text) == shuffles
+
+
 class _Longer(AbstractCallback):
     def on_epoch_end(self) -> None:
         data = self.train_loop_obj.train_loader.dataset

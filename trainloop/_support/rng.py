@@ -21,6 +21,7 @@ __all__ = [
     "capture",
     "derive_seed",
     "drew",
+    "drew_for_loaders",
     "isolated",
     "peek_seed",
     "read",
@@ -122,6 +123,20 @@ def drew(before: States, *, devices: bool = True) -> bool:
     now = read(devices=devices, only_torch=before.python is None)
     one, other = ([states.python, states.numpy, states.torch, *(states.cuda or ())] for states in (before, now))
     return not _same(one, other)
+
+
+def drew_for_loaders(before: States, most: int = 4) -> bool:
+    """Return True if only torch's CPU generator has drawn since ``before``, at most as loaders' iterators do: seeds."""
+    now = read(devices=False)
+    if not _same([before.python, before.numpy], [now.python, now.numpy]):
+        return False
+    generator = torch.Generator()
+    generator.set_state(before.torch)
+    for _ in range(most):  # one for each iterator, and one for its order
+        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        if torch.equal(generator.get_state(), now.torch):
+            return True
+    return False
 
 
 def capture(*, devices: bool = True) -> dict[str, Any]:

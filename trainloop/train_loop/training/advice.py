@@ -57,11 +57,14 @@ class Advice:
 
     @contextmanager
     def seeing_draws(self) -> Iterator[None]:
-        """Warn if the hooks at the beginning of an epoch draw random numbers: data would change by other ones."""
+        """Warn if the hooks at the beginning of an epoch draw random numbers: data would change by other ones.
+
+        The seeds that a loader draws when a hook reads it are not meant.
+        """
         loop = self._run.loop
         before = rng.read(devices=False) if loop.is_global_zero and "draws" not in self._given else None
         yield
-        if before is not None and rng.drew(before, devices=False):
+        if before is not None and rng.drew(before, devices=False) and not rng.drew_for_loaders(before):
             names = [type(one).__name__ for one in loop.callbacks if overrides_of_user(one, "on_epoch_begin")]
             self.once(
                 "draws",
