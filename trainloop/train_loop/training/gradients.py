@@ -92,6 +92,8 @@ class Gradients:
         self._names: dict[str, None] | None = None
         """Names of the losses of a ``MultiLoss`` over all ranks, if one of them has its own weight; otherwise empty.
         ``None``: ranks have not agreed yet."""
+        self._unreached: tuple[int, set[str]] = 0, set()
+        """Digest of the parameters that each step's loss has not reached on this rank, and their names; in ``fsdp``."""
         self.calls_class_losses = False
         """True if ``get_loss`` has called a loss of class indices while the run looked for such calls."""
         self.take_rules()
@@ -217,6 +219,8 @@ class Gradients:
 
     def check_same_weights(self) -> None:
         """Check that all ranks have the same weights. Collective in ``ddp``."""
+        if self._place.collective and self.ranks > 1:
+            self._check_reached()
         if self.trained is not None:
             # A rank without a batch in the last step has not changed its buffers.
             buffers_too = not self.weight.ragged
@@ -476,6 +480,8 @@ class Gradients:
         Return the factor by which the gradients were multiplied; ``None`` if it is 1.
         """
         self._run.stage = "complete"
+        if self._place.collective and self.ranks > 1:
+            self._note_unreached(parameters)
         step, in_parts = self.weight, bool(self._parts)
         try:
             if len(step.given) > 1:
@@ -510,6 +516,32 @@ class Gradients:
                 own = local_shard(parameter.grad)  # gradients are on the CPU under CPUOffloadPolicy
                 own.mul_(like(own))
         return factor
+
+    def _note_unreached(self, parameters: Sequence[Tensor]) -> None:
+        digest, names = self._unreached
+        of_units = [p for p in parameters if id(p) not in self._beside]
+        reached = bytes(p.grad is not None for p in of_units)
+        if not all(reached):
+            without = {id(p) for p, has in zip(of_units, reached, strict=True) if not has and p.requires_grad}
+            names |= {name for name, p in self._run.loop.model.named_parameters() if id(p) in without}
+        self._unreached = zlib.crc32(reached, digest), names
+
+    def _check_reached(self) -> None:
+        """Raise an error if ranks' losses have reached different parameters in ``fsdp``. Collective.
+
+        torch reduces the gradients that a rank has, packed into one tensor for each unit: with other gradients on
+        another rank, it adds up gradients of different parameters.
+        """
+        digest, names = self._unreached
+        self._unreached = 0, set()
+        if len({theirs for (theirs,) in distributed.exchange_ints([digest])}) > 1:
+            which = f"not {', '.join(sorted(names)[:3])} on this one" if names else "not all on another one"
+            raise ConfigurationError(
+                "gpu_mode='fsdp': in some step of this epoch, the ranks' losses depended on different parameters "
+                f"({which}), so that torch has mixed up their gradients. Let each loss depend on all parameters, for "
+                "example by adding 0 * self.head(x).sum() for a head that a batch does not use, or use "
+                "gpu_mode='ddp' with ddp_model_args={'find_unused_parameters': True}."
+            )
 
     def loss_over_ranks(self, scaled_losses: list[Any], factor: Tensor | float | None) -> Tensor:
         """Return a step's loss over all ranks, from each rank's micro-batches; every rank gets the same bits."""
