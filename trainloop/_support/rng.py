@@ -133,7 +133,7 @@ def drew_for_loaders(before: States, most: int = 4) -> bool:
     generator = torch.Generator()
     generator.set_state(before.torch)
     for _ in range(most):  # one for each iterator, and one for its order
-        torch.empty((), dtype=torch.int64).random_(generator=generator)
+        torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
         if torch.equal(generator.get_state(), now.torch):
             return True
     return False
