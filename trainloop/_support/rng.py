@@ -130,7 +130,7 @@ def drew_for_loaders(before: States, most: int = 4) -> bool:
     now = read(devices=False)
     if not _same([before.python, before.numpy], [now.python, now.numpy]):
         return False
-    generator = torch.Generator()
+    generator = torch.Generator("cpu")
     generator.set_state(before.torch)
     for _ in range(most):  # one for each iterator, and one for its order
         torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
