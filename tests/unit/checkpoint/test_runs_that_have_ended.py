@@ -173,8 +173,10 @@ def test_a_callback_that_can_not_load_its_state_is_an_error(folder: Path) -> Non
             raise ZeroDivisionError("on purpose")
 
     make_loop(seed=3).fit(num_epochs=1, callbacks=[Breaks("averages"), ModelCheckpoint("kept")])
+    loop = make_loop(seed=3)
     with pytest.raises(ZeroDivisionError, match="on purpose"):
-        make_loop(seed=3).fit(num_epochs=1, callbacks=[Breaks("averages"), ModelCheckpoint("kept")], resume_from="last")
+        loop.fit(num_epochs=1, callbacks=[Breaks("averages"), ModelCheckpoint("kept")], resume_from="last")
+    assert (loop.resumed, loop.epoch, loop.global_step) == (False, 0, 0)
 
 
 def test_a_finished_run_of_another_model_is_an_error_and_changes_nothing(folder: Path) -> None:

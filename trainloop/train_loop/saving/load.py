@@ -177,18 +177,18 @@ def _load_finished(loop: LoopState, state: dict[str, Any]) -> None:
         preparing = [callback for callback in loop.callbacks if overrides_of_user(callback, "on_train_begin")]
         if not preparing:
             raise
-    before = replace(loop.progress)
+    before = {"progress": replace(loop.progress), "resumed": loop.resumed}
     loop.note(resumed=True)
     for name in COUNTERS:
         setattr(loop.progress, name, state["place"][name])
-    for callback in sorted(preparing, key=lambda one: one.execution_order):
-        callback.on_train_begin()
     try:
+        for callback in sorted(preparing, key=lambda one: one.execution_order):
+            callback.on_train_begin()
         check_checkpoint(loop, state)
-    except CheckpointError:
-        loop.note(progress=before)
+        _load_parts(loop, state)
+    except Exception:
+        loop.note(**before)
         raise
-    _load_parts(loop, state)
 
 
 def _load_own(loop: LoopState, state: dict[str, Any], mine: dict[str, Any], *, same_ranks: bool) -> None:
