@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,12 +37,13 @@ _NEEDED = {
     "torch.distributed._composable_state": ("_module_state_mapping",),
     "torch.distributed._composable.contract": ("REGISTRY_KEY", "STATE_KEY"),
     "torch.distributed.fsdp": ("FSDPModule",),
+    "torch.distributed.tensor": ("DTensor._op_dispatcher._custom_op_handlers",),
 }
 
 
 @cache
 def can_undo() -> None:
-    """Check that this torch has the private names that :func:`undo_fully_shard` needs.
+    """Check that this torch has the private names that :func:`undo_fully_shard` and :func:`read_whole_numbers` need.
 
     Raises
     ------
@@ -55,12 +57,20 @@ def can_undo() -> None:
         except ImportError as error:
             missing = str(error)
             break
-        missing = missing or next((f"{module} has no {name}" for name in names if not hasattr(found, name)), "")
+        missing = missing or next((f"{module} has no {name}" for name in names if not _has(found, name)), "")
     if missing:
         raise ConfigurationError(
             f"gpu_mode='fsdp' with torch {torch.__version__}: {missing}, which is needed to undo the sharding. Install "
             "torch 2.6 to 2.15, or use gpu_mode='ddp'."
         )
+
+
+def _has(module: Any, name: str) -> bool:
+    try:
+        attrgetter(name)(module)
+    except AttributeError:
+        return False
+    return True
 
 
 def read_whole_numbers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -102,14 +103,25 @@ def test_preflight_lists_units_and_bytes_of_a_rank() -> None:
         shards_of(model)
 
 
-def test_a_torch_that_has_other_names_is_said_before_anything_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
-    contract = import_module("torch.distributed._composable.contract")
+@pytest.mark.parametrize(
+    ("module", "holder", "name"),
+    [
+        ("torch.distributed._composable.contract", "", "STATE_KEY"),
+        ("torch.distributed.tensor", "DTensor._op_dispatcher", "_custom_op_handlers"),
+    ],
+)
+def test_a_torch_that_has_other_names_is_said_before_anything_is_sharded(
+    monkeypatch: pytest.MonkeyPatch, module: str, holder: str, name: str
+) -> None:
+    found = import_module(module)
     can_undo.cache_clear()
     try:
         can_undo()
         can_undo.cache_clear()
-        monkeypatch.delattr(contract, "STATE_KEY")
-        with pytest.raises(ConfigurationError, match=r"contract has no STATE_KEY.*torch 2\.6 to 2\.15.*gpu_mode='ddp'"):
+        monkeypatch.delattr(attrgetter(holder)(found) if holder else found, name)
+        path = f"{holder}.{name}".lstrip(".")
+        what = rf"{module.rpartition('.')[2]} has no {path}.*torch 2\.6 to 2\.15.*gpu_mode='ddp'"
+        with pytest.raises(ConfigurationError, match=what):
             can_undo()
     finally:
         can_undo.cache_clear()
