@@ -179,9 +179,6 @@ def _without_arrays(state: Any) -> Any:
     return {key: _without_arrays(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
-_GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-
-
 def as_generator(value: Any) -> Generator | None:
     """Return a random generator of Python, numpy or torch, with its state; ``None`` for any other object."""
     if isinstance(value, torch.Generator):
@@ -228,7 +225,7 @@ def generators_in(**holders: Any) -> dict[str, Generator]:
         parts = dict(holder.named_modules()) if isinstance(holder, nn.Module) else {"": holder}
         for path, part in parts.items():
             attributes = getattr(part, "__dict__", {}).items()
-            own = [(key, value) for key, value in attributes if isinstance(value, _GENERATORS)]  # mostly none
+            own = [(key, value) for key, value in attributes if as_generator(value) is not None]  # mostly none
             _add_generators(found, {f"{name}.{path}:{key}": value for key, value in own})
     return found
 
