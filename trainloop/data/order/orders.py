@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -179,6 +180,10 @@ def _without_arrays(state: Any) -> Any:
     return {key: _without_arrays(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
+# Most attributes of modules have these types. To ask whether they are generators would take several times as long.
+_BUILT_IN = {type(None), bool, int, float, str, list, tuple, set, dict, OrderedDict}
+
+
 def as_generator(value: Any) -> Generator | None:
     """Return a random generator of Python, numpy or torch, with its state; ``None`` for any other object."""
     if isinstance(value, torch.Generator):
@@ -225,8 +230,8 @@ def generators_in(**holders: Any) -> dict[str, Generator]:
         parts = dict(holder.named_modules()) if isinstance(holder, nn.Module) else {"": holder}
         for path, part in parts.items():
             attributes = getattr(part, "__dict__", {}).items()
-            own = [(key, value) for key, value in attributes if as_generator(value) is not None]  # mostly none
-            _add_generators(found, {f"{name}.{path}:{key}": value for key, value in own})
+            own = {f"{name}.{path}:{key}": value for key, value in attributes if type(value) not in _BUILT_IN}
+            _add_generators(found, own)
     return found
 
 
