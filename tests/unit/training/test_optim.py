@@ -341,6 +341,8 @@ def test_an_optimizer_that_differentiates_gradients_is_explained(kind: Any) -> N
 
 def test_a_weight_for_all_losses_excludes_weights_of_losses() -> None:
     both = MultiLoss({"a": (torch.tensor(2.0), 3), "b": torch.tensor(1.0)})
-    assert read_loss(both, 5).units == {"a": 3, "b": 5}
+    read = read_loss(both, 5)
+    assert read.units == {"a": 3}
+    assert read.shown(5)[1] == {"a": 3, "b": 5}
     with pytest.raises(ConfigurationError, match=r"returned \(MultiLoss, weight\), but .* weights for a\."):
         read_loss((both, 4), 5)

@@ -47,7 +47,8 @@ class BatchLoss(NamedTuple):
     """The loss, or a :class:`MultiLoss`."""
     units: Any = None
     """Units over which the loss is a mean: what ``get_loss`` returned as its weight, or the divisor of the criterion
-    (:mod:`trainloop._support.reduction`); a dict for the parts of a ``MultiLoss``. ``None``: the batch's samples."""
+    (:mod:`trainloop._support.reduction`); a dict for those parts of a ``MultiLoss`` that have units of their own.
+    ``None``: the batch's samples."""
     explicit: bool = False
     """True if ``get_loss`` returned the weight."""
     is_sum: bool = False
@@ -56,6 +57,8 @@ class BatchLoss(NamedTuple):
     def shown(self, size: int) -> tuple[Any, Any]:
         """Return the mean loss of a batch of ``size`` samples, and its weight, for the history."""
         loss = self.loss.detach() / max(size, 1) if self.is_sum else self.loss
+        if isinstance(self.units, dict):
+            return loss, {name: self.units.get(name, size) for name in loss}
         return loss, size if self.units is None else self.units
 
 
@@ -79,7 +82,7 @@ def read_loss(output: Any, size: int, sums: Callable[[Any], bool] | None = None)
         if weight is not None:
             return BatchLoss(loss, weight, True)
     is_sum = sums is not None and sums(loss)
-    units = divisor_of(loss) if isinstance(loss, Tensor) else weights_of_parts(loss, size)
+    units = divisor_of(loss) if isinstance(loss, Tensor) else weights_of_parts(loss)
     return BatchLoss(loss, units, False, is_sum)
 
 
@@ -122,12 +125,10 @@ def split_loss(output: Any) -> tuple[Any, Any]:
     return loss, weight
 
 
-def weights_of_parts(losses: MultiLoss, size: int) -> dict[str, Any] | None:
-    """Return the weight of each loss; ``None`` if all losses are means over their ``size`` samples."""
+def weights_of_parts(losses: MultiLoss) -> dict[str, Any] | None:
+    """Return the weights of the losses that have their own; ``None`` if all are means over samples."""
     divisors = {name: divisor_of(loss) for name, loss in losses.items()}
-    if all(divisor is None for divisor in divisors.values()):
-        return None
-    return {name: size if divisor is None else divisor for name, divisor in divisors.items()}
+    return {name: divisor for name, divisor in divisors.items() if divisor is not None} or None
 
 
 def _check_scalar(loss: Any) -> None:
@@ -283,8 +284,7 @@ def joined_losses(losses: Sequence[Yielded], size: int) -> BatchLoss:
     # Use mean(): a division would look like the division of a sum over samples; see trainloop._support.reduction.
     means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
     if None not in means:
-        weight_of = {optimizer: weights.get(optimizer, size) for optimizer in means}
-        return BatchLoss(MultiLoss(means), weight_of if weights else None)  # type: ignore[arg-type]  # None isn't in it
+        return BatchLoss(MultiLoss(means), weights or None)  # type: ignore[arg-type]  # None isn't in it
     if len(means) > 1:
         names = ", ".join(repr(name) for name in means if name is not None)
         raise ConfigurationError(

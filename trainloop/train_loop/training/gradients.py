@@ -51,6 +51,14 @@ class _Part:
         self.weight: Any = 0.0
         self.gradients: dict[Tensor, Tensor] = {}
 
+    def take(self, parameters: Iterable[Tensor]) -> None:
+        """Add the gradients of parameters, and clear these."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                before = self.gradients.get(parameter)
+                self.gradients[parameter] = parameter.grad if before is None else before + parameter.grad
+                parameter.grad = None
+
 
 class Gradients:
     """Compute gradients from losses, for the parameters that a rank trains, and step the optimizers.
@@ -90,8 +98,12 @@ class Gradients:
         self._parts: dict[str, _Part] = {}
         self._joined: dict[str, _Part] = {}
         self._names: dict[str, None] | None = None
-        """Names of the losses of a ``MultiLoss`` over all ranks, if one of them has its own weight; otherwise empty.
-        ``None``: ranks have not agreed yet."""
+        """Names of the losses of a ``MultiLoss`` that have had their own weights on any rank. ``None``: ranks have not
+        agreed yet."""
+        self._agrees = False
+        """True if ranks agree on new names in each micro-batch, as the first batch of a rank had a ``MultiLoss``."""
+        self._averaged: dict[str, float] = {}
+        """Weights by samples, in the current step, of losses that have had no weights of their own until now."""
         self._unreached: tuple[int, set[str]] = 0, set()
         """Digest of the parameters that each step's loss has not reached on this rank, and their names; in ``fsdp``."""
         self.calls_class_losses = False
@@ -277,7 +289,7 @@ class Gradients:
 
     # -- for each micro-batch ----------------------------------------------------------------------------------------
 
-    def scaled(self, read: BatchLoss, scale: float | None, count: int, size: int) -> Any:
+    def scaled(self, read: BatchLoss, scale: float | None, count: int, size: int, *, last: bool = True) -> Any:
         """Scale a micro-batch's loss so that the gradients, added up and averaged over ranks, are the step's gradients.
 
         A mean over samples is scaled to its part of the step's mean. A mean over other units is scaled to the sum over
@@ -293,12 +305,15 @@ class Gradients:
             Number of micro-batches of the step.
         size : int
             Number of samples of the micro-batch.
+        last : bool
+            True for the last micro-batch of the step.
         """
         loss, weight, step = read.loss, read.units, self.weight
         step.given.append(read.explicit)
-        if self._names is None or isinstance(loss, MultiLoss):
-            weight = self._common_weight(loss, weight, size)
-        step.weighted = step.weighted or weight is not None
+        began, own = bool(self._names), isinstance(weight, dict)
+        if self._names is None or self._agrees or isinstance(loss, MultiLoss):
+            self._agree(loss, weight)
+        step.weighted = step.weighted or (weight is not None and not own)
         if read.is_sum:  # gradients of micro-batches add up unscaled, and are averaged over ranks
             if self.ranks == 1:
                 return loss
@@ -307,8 +322,18 @@ class Gradients:
         if self.ranks == 1 and count == 1:  # the only rank of a group: as in is_whole
             return loss
         share = 1 / count if scale is None else scale
-        if isinstance(weight, dict):
-            return self._scaled_parts(loss, weight, share, count, size)
+        if self._names or own:
+            if weight is not None and not own:
+                raise ConfigurationError(
+                    "get_loss returned a MultiLoss whose losses have weights of their own for one batch, and a loss "
+                    "with a weight (of its class weights, or of targets that are not ignored) for this one. Return a "
+                    "MultiLoss for every batch, such as MultiLoss({'loss': loss})."
+                )
+            at_once = last and not step.ragged and (count == 1 or not began)
+            return self._scaled_parts(loss, weight if own else {}, share, size, at_once=at_once)
+        if isinstance(loss, MultiLoss):
+            for name in loss:
+                self._averaged[name] = self._averaged.get(name, 0.0) + share
         usual = step.usual(None, size if weight is None else weight, size) if step.weighted else 1.0
         # With as many units as samples, the bits are the same as without a weight.
         if weight is None or (not isinstance(weight, Tensor) and weight == size):
@@ -319,57 +344,75 @@ class Gradients:
         step.add(units, 1.0)
         return loss * _like(loss, units)
 
-    def _common_weight(self, loss: Any, weight: Any, size: int) -> Any:
-        """Return a loss's weight: for each loss of a ``MultiLoss`` if a loss of any rank or micro-batch has its own.
+    def _agree(self, loss: Any, weight: Any) -> None:
+        """Agree with the other ranks on the losses of a ``MultiLoss`` that have their own weights.
 
-        Batches may differ: one has a class loss, another one only a mean over samples, or another task. Ranks agree
-        once, with their first batches. Collective then.
+        Batches may differ: one has a class loss, another one only a mean over samples, or another task. Collective in
+        the first batch, and in each batch if that of any rank has a ``MultiLoss``.
         """
-        own = isinstance(weight, dict)
-        names = list(loss) if isinstance(loss, MultiLoss) else []
-        if self._names is None or (own and not weight.keys() <= self._names.keys()):
-            told = [[int(flag) for flag in (weight is not None, own, self.calls_class_losses)]]
-            if self.ranks > 1:
-                if self.weight.ragged:  # some ranks may not call this
-                    return weight
-                told = distributed.exchange_ints(told[0])
-            weighted, in_parts, called = (any(column) for column in zip(*told))
-            # Later, the first class loss may be one of some ranks only.
-            expected = self.ranks > 1 and not called and self._has_class_criteria()
-            self.weight.always_weighted = self.weight.weighted = expected or weighted
+        several = isinstance(loss, MultiLoss)
+        own = weight if isinstance(weight, dict) else {}
+        if self.ranks > 1 and self.weight.ragged and not self._place.collective:  # some ranks may not call this
+            return
+        new = [name for name in own if name not in (self._names or ())]
+        if self._names is None:
+            flags = [weight is not None and not own, bool(new), self.calls_class_losses, several]
+            told = distributed.exchange_ints(flags) if self.ranks > 1 else [flags]
+            weighted, any_new, called, self._agrees = (any(column) for column in zip(*told))
+            # Later, the first loss with units may be one of some ranks only. DDP carries the units; only on GPUs, where
+            # reading them would wait, a class loss that the first batch calls is taken to be what get_loss returns.
+            late = self.ranks > 1 and not all(theirs[3] for theirs in told) and self._may_weigh()
+            late = late and (self._place.collective or not called)
+            self.weight.always_weighted = self.weight.weighted = weighted or late
             self._names = {}
-            if expected or in_parts:
-                theirs = distributed.gather_object(names) if self.ranks > 1 else [names]
-                self._names = dict.fromkeys(name for names_of_rank in theirs for name in names_of_rank)
-        return dict.fromkeys(names, size) if names and self._names and weight is None else weight
+        elif self.ranks > 1 and self._agrees:
+            any_new = any(theirs for (theirs,) in distributed.exchange_ints([len(new)]))
+        elif new and self.ranks > 1:
+            raise ConfigurationError(
+                "get_loss returned a MultiLoss whose losses have weights of their own (class weights or targets that "
+                f"are not ignored: {', '.join(new)}), but one loss for the first batch. Other ranks can't know of it "
+                "in time. Return a MultiLoss for every batch, such as MultiLoss({'loss': loss})."
+            )
+        else:
+            any_new = bool(new)
+        if any_new:
+            everyone = distributed.gather_object(new) if self.ranks > 1 else [new]
+            self._names.update(dict.fromkeys(name for names in everyone for name in names))
 
-    def _has_class_criteria(self) -> bool:
-        return has_class_criteria(self._run.loop.model, self._run.loop.criterion)
+    def _may_weigh(self) -> bool:
+        """Return True if a later batch may call a loss of class indices: without a criterion, maybe a function."""
+        loop = self._run.loop
+        return loop.criterion is None or has_class_criteria(loop.model, loop.criterion)
 
-    def _scaled_parts(self, losses: MultiLoss, weights: dict[str, Any], share: float, count: int, size: int) -> Any:
+    def _scaled_parts(self, loss: Any, own: dict[str, Any], share: float, size: int, *, at_once: bool) -> Any:
         """Scale each loss of a ``MultiLoss`` by its own weight. (A common factor after backward would not be enough.)
 
-        In a step with only one micro-batch, ranks exchange the weights before backward. In a step of several
-        micro-batches, each loss gets separate gradients, which :meth:`complete` adds up.
+        A batch that lacks one of these losses has none of the loss's units. Losses without own weights are means over
+        samples. ``at_once``: the step has no such losses in other micro-batches, and ranks exchange the weights before
+        backward. Otherwise, each loss gets separate gradients, which :meth:`complete` adds up.
         """
         step = self.weight
-        if count == 1 and not step.ragged:
+        losses: Mapping[str, Tensor] = loss if isinstance(loss, MultiLoss) else {}
+        names = dict.fromkeys((*(self._names or ()), *own))
+        per_unit = share / max(size, 1)
+        units = {name: step.exact(own.get(name, size)) * per_unit for name in names if name in losses}
+        if at_once:
             step.add(share, 0.0)
-            names = self._names or weights  # a rank's batch may lack a loss
-            own = torch.stack([step.zero() + weights.get(name, 0) for name in names])
-            factors = own / distributed.all_reduce(own, "mean").clamp(min=TINY)
-            return _times(losses, dict(zip(names, factors)))
-        if not step.ragged and isinstance(self._place.wrapper, TTDistributedDataParallel):
-            # DDP's reducer would reduce the sum of these gradients.
-            self._always_later = step.reduced_later = True
-        units = {
-            name: step.exact(weight) * (share / max(size, 1) / step.usual(name, weight, size))
-            for name, weight in weights.items()
-        }
-        for name, weight in units.items():
-            part = self._parts.setdefault(name, _Part())
-            part.weight = part.weight + weight
-        return _times(losses, units)
+            mine = torch.stack([step.zero() + units.get(name, 0) for name in names])
+            sums = mine + torch.stack([step.zero() + self._averaged.get(name, 0) for name in names])
+            sums = distributed.all_reduce(sums, "mean") if self.ranks > 1 else sums
+            factors = dict(zip(names, mine / sums.clamp(min=TINY)))
+        else:
+            if not step.ragged and isinstance(self._place.wrapper, TTDistributedDataParallel):
+                # DDP's reducer would reduce the sum of these gradients.
+                self._always_later = step.reduced_later = True
+            factors = {name: weight / step.usual(name, own.get(name, size), size) for name, weight in units.items()}
+            for name in names:
+                part = self._parts.setdefault(name, _Part())
+                part.weight = part.weight + factors.get(name, 0.0)
+        if not losses:
+            return loss * share
+        return _times(loss, {name: factors.get(name, share) if name in names else share for name in losses})
 
     def backward(self, loss: Tensor | MultiLoss) -> None:
         """Run backward of a scaled loss.
@@ -377,10 +420,10 @@ class Gradients:
         Each part of a ``MultiLoss`` reaches only the parameters of the part's optimizer.
         """
         scaler = self._place.scaler
-        if isinstance(loss, Tensor):
-            scaler.scale(loss).backward()
-        elif self._parts:
+        if self._parts:
             self._backward_of_parts(loss)
+        elif isinstance(loss, Tensor):
+            scaler.scale(loss).backward()
         elif len(self.optimizers) == 1:
             scaler.scale(loss.total()).backward()
         else:
@@ -393,29 +436,42 @@ class Gradients:
         """Return the context of one of several backward passes through the graph of one forward."""
         return nullcontext() if last or not self._place.collective else self._place.wrapper.keeping_gathered()
 
-    def _backward_of_parts(self, losses: MultiLoss) -> None:
-        """Run backward of each loss into separate gradients."""
-        several = len(self.optimizers) > 1
-        own = losses.assigned_to(self._multi_optimizer) if several else losses
-        # These are gradients of earlier micro-batches, whose losses were all means over samples.
-        added_up = [(parameter, parameter.grad) for parameter in self.learned]
-        for parameter in self.learned:
-            parameter.grad = None
-        for i, (name, loss) in enumerate(own.items()):
-            last = i == len(own) - 1
-            backward = partial(self._place.scaler.scale(loss).backward, retain_graph=not last)
-            with self._between_backwards(last=last):
-                if several:
-                    self.backward_into(backward, self.optimizers[own.loss_optimizer_map[name]])  # type: ignore[index]
-                else:
-                    backward()
-            gradients = self._parts[name].gradients
-            for parameter in self.learned:
-                if parameter.grad is not None:
-                    before = gradients.get(parameter)
-                    gradients[parameter] = parameter.grad if before is None else before + parameter.grad
+    def _backward_of_parts(self, loss: Tensor | MultiLoss) -> None:
+        """Run backward of each loss with its own weight into separate gradients, after that of the other losses."""
+        which: Mapping[str, Any] = {}
+        if isinstance(loss, MultiLoss) and len(self.optimizers) > 1:
+            loss = loss.assigned_to(self._multi_optimizer)
+            which = loss.loss_optimizer_map or {}
+        losses = dict(loss) if isinstance(loss, MultiLoss) else {"": loss}
+        # For each pass: the name of its part, the index of its optimizer, and its loss.
+        own: list[tuple[str | None, int | None, Tensor]] = []
+        for name in self._parts:
+            if name in losses:
+                own.append((name, which.get(name), losses.pop(name)))
+            elif self._place.collective:  # a backward pass is an exchange, so all ranks run the same ones
+                own.append((name, None, _zero_of(loss)))
+        others: dict[int | None, list[Tensor]] = {}
+        for name, other in losses.items():
+            others.setdefault(which.get(name), []).append(other)
+        if self._place.collective and not others:
+            others[None] = [_zero_of(loss)]
+        passes = [*((None, optimizer, sum(of[1:], of[0])) for optimizer, of in others.items()), *own]
+        aside: list[tuple[Tensor, Tensor | None]] = []
+        for i, (part, optimizer, part_loss) in enumerate(passes):
+            if part is not None and not aside:
+                aside = [(parameter, parameter.grad) for parameter in self.learned]
+                for parameter in self.learned:
                     parameter.grad = None
-        for parameter, gradient in added_up:
+            last = i == len(passes) - 1
+            backward = partial(self._place.scaler.scale(part_loss).backward, retain_graph=not last)
+            with self._between_backwards(last=last):
+                if optimizer is None:
+                    backward()
+                else:
+                    self.backward_into(backward, self.optimizers[optimizer])
+            if part is not None:
+                self._parts[part].take(self.learned)
+        for parameter, gradient in aside:
             parameter.grad = gradient
 
     def so_far(self, parameter: Tensor) -> Tensor | None:
@@ -433,7 +489,8 @@ class Gradients:
                 names = dict.fromkeys(name for names in distributed.gather_object(list(self._parts)) for name in names)
             self._parts = {name: self._parts.get(name) or _Part() for name in names}
         step = self.weight
-        weights = torch.stack([step.zero() + step.of_samples + part.weight for part in self._parts.values()])
+        earlier = {name: share / step.usual_units.get(name, 1.0) for name, share in self._averaged.items()}
+        weights = torch.stack([step.zero() + earlier.get(name, 0) + part.weight for name, part in self._parts.items()])
         if self.ranks > 1:
             weights = distributed.all_reduce(weights, "mean")
         for part, weight in zip(self._parts.values(), weights.clamp(min=TINY)):
@@ -466,10 +523,9 @@ class Gradients:
         with place.autocast, self._run.seeing_functions(idle=True):
             output = place.wrapper.get_loss(batch, self._run.loop.criterion, place.device)
         read = read_loss(output, 1)
-        if isinstance(read.loss, MultiLoss) and (self._names or isinstance(read.units, dict)):
-            # the other ranks run a backward for each loss
-            for name in read.loss:
-                self._parts.setdefault(name, _Part())
+        self._agree(read.loss, None)
+        for name in self._names or ():  # the other ranks run a backward for each
+            self._parts.setdefault(name, _Part())
         self.backward(read.loss * 0.0)
 
     # -- for each step -----------------------------------------------------------------------------------------------
@@ -502,7 +558,7 @@ class Gradients:
                     self.trained.reduce_beside()
             if self.trained is not None:
                 self.trained.warn_of_unused(parameters)
-            self._joined, self._parts = self._parts, {}
+            self._joined, self._parts, self._averaged = self._parts, {}, {}
             if in_parts or (self.ranks == 1 and len(step.given) <= 1):  # see scaled
                 return None
             factor = step.factor(weighted=weighted)
@@ -547,7 +603,10 @@ class Gradients:
         """Return a step's loss over all ranks, from each rank's micro-batches; every rank gets the same bits."""
         if self._joined and not self.is_whole(len(scaled_losses)):
             scaled_losses = [
-                _times(loss, {n: 1 / part.weight for n, part in self._joined.items()}) for loss in scaled_losses
+                _times(loss, {n: 1 / part.weight for n, part in self._joined.items() if n in loss})
+                if isinstance(loss, MultiLoss)
+                else loss
+                for loss in scaled_losses
             ]
         parts = [loss.total() if isinstance(loss, MultiLoss) else loss for loss in scaled_losses]
         if self.ranks == 1 and factor is None:
@@ -607,6 +666,11 @@ def _is_same(before: Tensor | None, after: Tensor | None) -> bool:
     return before.layout is after.layout is torch.strided and not is_sharded(before) and torch.equal(before, after)
 
 
+def _zero_of(loss: Tensor | MultiLoss) -> Tensor:
+    """Return a zero that depends on all parameters that the loss depends on."""
+    return (loss if isinstance(loss, Tensor) else loss.total()) * 0.0
+
+
 class _Converted:
     """A number for operations with many tensors, converted once for each device and dtype: a conversion is a kernel."""
 
@@ -631,6 +695,6 @@ def _like(loss: Tensor | MultiLoss, weight: Any) -> Any:
 
 
 def _times(losses: MultiLoss, factors: Mapping[str, Any]) -> MultiLoss:
-    """Multiply each loss by its own factor."""
-    scaled = {name: loss * _like(loss, factors[name]) for name, loss in losses.items()}
+    """Multiply each loss by its own factor, if it has one."""
+    scaled = {name: loss * _like(loss, factors[name]) if name in factors else loss for name, loss in losses.items()}
     return MultiLoss(scaled, losses.loss_optimizer_map, losses.retain_graph_until_last)

@@ -98,11 +98,6 @@ class StepWeight:
         wrapper = self._place.wrapper
         return not self.reduced_later and isinstance(wrapper, WeighingDataParallel) and bool(comm_hooks_of(wrapper))
 
-    @property
-    def of_samples(self) -> Any:
-        """The weight of the micro-batches so far whose losses were scaled by their samples."""
-        return self._weight
-
     def check(self) -> None:
         """Raise an error if ``get_loss`` has returned a weight for only some micro-batches.
 

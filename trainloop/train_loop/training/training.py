@@ -703,7 +703,8 @@ class Training(Run):
                         self.advice.averages(read, count, self._class_losses.take())
                     scaled = read.loss
                     if not whole:
-                        scaled = gradients.scaled(read, None if scales is None else scales[i], count, sizes[i])
+                        scale, last = None if scales is None else scales[i], i == count - 1
+                        scaled = gradients.scaled(read, scale, count, sizes[i], last=last)
                     self.stage = "backward"
                     try:
                         gradients.backward(scaled)

@@ -1,0 +1,157 @@
+"""Batches that lack some losses of a ``MultiLoss``, or have other ones: every mode equals one mean over the step.
+
+A loss with a weight of its own is the mean over the units of the batches that have it. Any other loss is a mean over
+all samples, so that it counts as zero for a batch that lacks it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import MultiLoss, TrainLoop, TTModel
+from trainloop.errors import WorkerFailedError
+
+EPOCHS = 2
+Losses = dict[str, tuple[Tensor, int | None]]
+
+
+def _losses(kind: str, out: Tensor, y: Tensor, task: int) -> Losses:
+    """Losses of a batch, each with the number of its units; ``None`` for a mean over samples."""
+    square, size, units = (out**2).mean(), 0.3 * out.abs().mean(), int((y != -100).sum())
+    classes = functional.cross_entropy(out, y)
+    if kind == "a class loss in some batches":
+        return {"square": (square, None), **({"classes": (classes, units)} if task else {})}
+    if kind == "one loss for each task":
+        return {"classes": (classes, units)} if task else {"square": (square, None)}
+    if kind == "zero without targets":
+        return {"square": (square, None), "classes": (classes, units) if task else (0 * out.sum(), None)}
+    if kind == "means only":
+        return {"square": (square, None), **({} if task else {"size": (size, None)})}
+    assert kind == "three tasks"
+    if task == 0:
+        return {"size": (size, None)}
+    if task == 1:
+        return {"square": (square, None), "classes": (classes, units)}
+    return {"sharper": (functional.cross_entropy(2 * out, y), units), "size": (size, None)}
+
+
+KINDS = ("a class loss in some batches", "one loss for each task", "zero without targets", "means only", "three tasks")
+
+
+class Tasks(TTModel):
+    def __init__(self, kind: str, mixed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.mixed = kind, mixed
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y, task = batch_data
+        losses = {name: loss for name, (loss, _) in _losses(self.kind, self.net(x), y, int(task[0])).items()}
+        return losses["square"] if self.mixed and list(losses) == ["square"] else MultiLoss(losses)
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        raise NotImplementedError
+
+
+def _data(length: int, tasks: int) -> TensorDataset:
+    """Samples of which a third is ignored; the first batches have task 0 only, so that other losses appear later."""
+    draws = torch.Generator(device="cpu").manual_seed(length)
+    x = torch.randn(length, 4, dtype=torch.float64, generator=draws, device="cpu")
+    y = torch.randint(3, (length,), generator=draws, device="cpu")
+    y[torch.arange(length, device="cpu") % 3 == 1] = -100
+    task = torch.randint(tasks, (length,), generator=draws, device="cpu")
+    task[: length // 3] = 0
+    return TensorDataset(x, y, task)
+
+
+def _by_hand(kind: str, data: TensorDataset, size: int, ranks: int, accumulation: int) -> list[Tensor]:
+    """Train on the same batches in one process, with one mean for each loss of a step."""
+    model = Tasks(kind)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    of_ranks = [range(len(data))[rank::ranks] for rank in range(ranks)]
+    batches = [[own[i : i + size] for i in range(0, len(own), size)] for own in of_ranks]
+    has_units: set[str] = set()
+    for first in list(range(0, max(map(len, batches)), accumulation)) * EPOCHS:
+        step = [data[list(batch)] for own in batches for batch in own[first : first + accumulation]]
+        losses = [_losses(kind, model.net(x), y, int(task[0])) for x, y, task in step]
+        has_units |= {name for each in losses for name, (_, units) in each.items() if units is not None}
+        total: Any = 0.0
+        for name in {name for each in losses for name in each}:
+            having = [
+                (each[name][0], len(x) if each[name][1] is None else each[name][1])
+                for each, (x, _, _) in zip(losses, step, strict=True)
+                if name in each
+            ]
+            whole = sum(units for _, units in having) if name in has_units else sum(len(x) for x, _, _ in step)
+            total = total + sum(loss * units for loss, units in having) / whole
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+def _trained(model: Tasks, data: TensorDataset, size: int, accumulation: int, **options: Any) -> list[Tensor]:
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    loop = TrainLoop(
+        model, DataLoader(data, size), optimizer=optimizer, accelerator="cpu", progress_bar=False, timeout=60, **options
+    )
+    loop.fit(num_epochs=EPOCHS, grad_accumulation=accumulation)
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_one_process_equals_the_hand_written_loop(kind: str, accumulation: int) -> None:
+    data = _data(46, tasks=3 if kind == "three tasks" else 2)
+    trained = _trained(Tasks(kind), data, 4, accumulation)
+    torch.testing.assert_close(trained, _by_hand(kind, data, 4, 1, accumulation), rtol=0, atol=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "mode, ranks, accumulation, length",
+    [("ddp", 2, 1, 48), ("ddp", 3, 2, 50), ("fsdp", 2, 1, 46), ("fsdp", 2, 2, 45), ("ddp", 2, 3, 46)],
+)
+def test_ranks_equal_the_hand_written_loop(kind: str, mode: Any, ranks: int, accumulation: int, length: int) -> None:
+    data = _data(length, tasks=3 if kind == "three tasks" else 2)
+    trained = _trained(Tasks(kind), data, 4, accumulation, gpu_mode=mode, devices=ranks)
+    torch.testing.assert_close(trained, _by_hand(kind, data, 4, ranks, accumulation), rtol=0, atol=1e-12)
+
+
+@pytest.mark.long
+def test_a_multi_loss_after_single_losses_names_the_way() -> None:
+    model = Tasks("one loss for each task", mixed=True)
+    with pytest.raises(WorkerFailedError, match=r"Return a MultiLoss for every batch"):
+        _trained(model, _data(48, tasks=2), 4, 1, gpu_mode="ddp", devices=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_function_of_classes_that_only_one_rank_calls_later(mode: Any) -> None:
+    class Single(Tasks):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            return super().get_loss(batch_data, criterion, device).total()
+
+    data = _data(48, tasks=2)
+    model = Single("one loss for each task")
+    trained = _trained(model, data, 4, 1, gpu_mode=mode, devices=2)
+    reference = Single("one loss for each task")
+    optimizer = optim.SGD(reference.parameters(), lr=0.1)
+    for first in list(range(0, 48, 8)) * EPOCHS:
+        total: Any = 0.0
+        whole = 0
+        for x, y, task in (data[list(range(first + rank, first + 8, 2))] for rank in range(2)):
+            ((loss, units),) = _losses("one loss for each task", reference.net(x), y, int(task[0])).values()
+            total, whole = total + loss * (units or len(x)), whole + (units or len(x))
+        optimizer.zero_grad()
+        (total / whole).backward()
+        optimizer.step()
+    torch.testing.assert_close(trained, list(reference.parameters()), rtol=0, atol=1e-12)
