@@ -112,6 +112,7 @@ _ROWS: list[tuple[str, ...]] = [
     ("local_dir path folder output_dir dirpath save_dir", "storage"),
     ("num_epochs epochs max_epochs callbacks num_iterations grad_accumulation", "fit_args={...}, which fit gets"),
     ("verbose", "progress"),
+    ("validation_data val_data valid_data", "tuning_data"),
     ("cpu cores num_threads threads", "num_cpus"),
     ("gpu devices", "num_gpus"),
     ("mem ram memory_limit mem_gb memory_gb", "memory='16GB'"),

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 from sklearn.inspection import permutation_importance
 
+from trainloop._support.keywords import refuses_unknown
 from trainloop.checkpoint import folder
 from trainloop.errors import ConfigurationError
 from trainloop.extending import path_of, warn
@@ -60,6 +61,7 @@ class TabularPredictor:
     >>> predictor.leaderboard(test_data)  # doctest: +SKIP
     """
 
+    @refuses_unknown(others=lambda: {"fit": TabularPredictor.fit})
     def __init__(
         self,
         label: str,
@@ -80,6 +82,7 @@ class TabularPredictor:
 
     # -- training ----------------------------------------------------------------------------------------------------
 
+    @refuses_unknown
     def fit(
         self,
         train_data: Data,

@@ -31,6 +31,7 @@ from trainloop._support.keywords import keywords_of
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.resources import ResourceQuota, plan
+from trainloop.tabular import TabularPredictor
 from trainloop.train_loop.arguments.run_config import RunConfig, run_config_under_launcher
 from trainloop.tuning import tune
 
@@ -102,7 +103,7 @@ def test_every_hint_names_what_there_is() -> None:
     """A hint that leads to another unknown name would be worse than none."""
     classes = [value for name in callbacks.__all__ if isinstance(value := getattr(callbacks, name), type)]
     wrappers = [TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel]
-    functions = [TrainLoop.__init__, TrainLoop.fit, tune, plan, ResourceQuota]
+    functions = [TrainLoop.__init__, TrainLoop.fit, tune, plan, ResourceQuota, TabularPredictor.fit]
     signatures = [set(inspect.signature(f).parameters) for f in (*functions, *classes)]
     signatures += [set(keywords_of(wrapper)) for wrapper in wrappers]
     known = set().union(*signatures)
@@ -117,6 +118,13 @@ def test_every_hint_names_what_there_is() -> None:
         assert not [name for name in known.split() if hasattr(loop, name)], known
         first = here.replace("loop.", "").split("(")[0].split(" ")[0].split(".")[0].rstrip(",")
         assert first == "torch" or hasattr(loop, first), here
+
+
+def test_keywords_of_a_predictor_of_tables() -> None:
+    with pytest.raises(ConfigurationError, match=r"it belongs to fit\(verbosity=\.\.\.\)"):
+        TabularPredictor("label", verbosity=0)
+    with pytest.raises(ConfigurationError, match="Did you mean tuning_data="):
+        TabularPredictor("label").fit(None, val_data=None)
 
 
 @pytest.mark.parametrize("name, here", [("test", "predict_on_test_set()"), ("validate", "validation_set()")])
