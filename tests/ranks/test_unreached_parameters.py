@@ -1,4 +1,4 @@
-"""Losses that reach other parameters on other ranks: an error in fsdp, whose units would mix up the gradients."""
+"""Losses that reach other parameters on other ranks: fsdp equals one process, or names a unit of only some ranks."""
 
 from __future__ import annotations
 
@@ -15,64 +15,92 @@ from trainloop import TrainLoop, TTModel
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.errors import WorkerFailedError
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, needs_fsdp_on_cpu]
+EPOCHS, SIZE = 2, 4
 
 
 class Heads(TTModel):
-    """Two heads of one size, of which a batch uses that of its first row, and maybe the other one times zero."""
+    """Two heads, of which a batch uses that of its first row, and a layer that no batch uses."""
 
-    def __init__(self, both: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Linear(4, 6)
-        self.left, self.right = nn.Linear(6, 4), nn.Linear(6, 4)
-        self.both = both
+        self.kind = kind
+        self.body, self.unused = nn.Linear(4, 6), nn.Linear(6, 4)
+        heads = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.heads = nn.ModuleList(heads) if kind == "units" else nn.ModuleDict(dict(zip("lr", heads, strict=True)))
+        self.scale = nn.Parameter(torch.tensor(0.5))  # not sharded, as it is a single number
+        self.heads["l" if kind != "units" else 0].bias.requires_grad_(kind != "frozen")  # type: ignore[index]
         self.double()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.body(x))
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        head = list(self.heads.children())[not left]
+        y = head(torch.tanh(self.body(x)))
+        return y * self.scale if left and self.kind == "scalar" else y
+
+    def loss(self, x: Tensor, is_left: Tensor) -> Tensor:
+        left = bool(is_left[0])
+        if self.kind != "forces":
+            return ((self(x, left) - x) ** 2).mean()
+        inputs = x.detach().requires_grad_()
+        y = self(inputs, left)
+        (forces,) = torch.autograd.grad(y.sum(), inputs, create_graph=True)
+        return (forces**2).mean() + (y**2).mean()
 
     def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Tensor:
-        x, is_left = batch_data
-        hidden = self(x)
-        one, other = (self.left, self.right) if is_left[0] else (self.right, self.left)
-        loss = criterion(one(hidden), x)
-        return loss + 0 * other(hidden).sum() if self.both else loss
+        return self.loss(*batch_data)
 
     def get_predictions(self, batch_data: Any, device: Any) -> Any:
-        return self(batch_data[0]), None, {}
+        raise NotImplementedError
 
 
-def fit(both: bool, is_left: list[bool], callbacks: list[Any]) -> Heads:
-    """A row for each rank and step."""
-    x = torch.randn(len(is_left), 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    model = Heads(both)
-    TrainLoop(
+def _data(length: int) -> TensorDataset:
+    draws = torch.Generator(device="cpu").manual_seed(length)
+    x = torch.randn(length, 4, generator=draws, dtype=torch.float64, device="cpu")
+    return TensorDataset(x, torch.rand(length, generator=draws, device="cpu") < 0.5)
+
+
+def _optimizer(model: nn.Module) -> optim.Optimizer:
+    # Its decay changes parameters whose gradients are zeros, rather than None.
+    return optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def _trained(model: Heads, data: TensorDataset, ranks: int, accumulation: int, callbacks: Any = ()) -> list[Tensor]:
+    loop = TrainLoop(
         model,
-        DataLoader(TensorDataset(x, torch.tensor(is_left)), 1),
-        optimizer=optim.SGD(model.parameters(), 0.1),
-        criterion=nn.MSELoss(),
+        DataLoader(data, SIZE),
+        optimizer=_optimizer(model),
         gpu_mode="fsdp",
         accelerator="cpu",
-        devices=2,
+        devices=ranks,
         progress_bar=False,
-    ).fit(num_epochs=1, callbacks=callbacks)
-    return model
-
-
-@needs_fsdp_on_cpu
-def test_ranks_whose_losses_reach_other_parameters_are_an_error_before_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(
-        WorkerFailedError, match=r"different parameters \(not (left|right)\.bias, .*0 \* self\.head\(x\)"
-    ):
-        fit(both=False, is_left=[True, True, True, False], callbacks=[ModelCheckpoint(tmp_path)])
-    assert not list(tmp_path.glob("checkpoint*"))
-
-
-@needs_fsdp_on_cpu
-def test_a_head_that_no_rank_or_each_rank_reaches_is_no_error() -> None:
-    unused = fit(both=False, is_left=[True] * 4, callbacks=[])
-    assert torch.equal(unused.right.weight, Heads(both=False).right.weight)
-    assert not torch.equal(
-        fit(both=True, is_left=[True, True, True, False], callbacks=[]).right.weight, unused.right.weight
     )
+    loop.fit(num_epochs=EPOCHS, grad_accumulation=accumulation, callbacks=list(callbacks))
+    return list(model.parameters())
+
+
+def _by_hand(model: Heads, data: TensorDataset, ranks: int, accumulation: int) -> list[Tensor]:
+    optimizer = _optimizer(model)
+    of_ranks = [range(len(data))[rank::ranks] for rank in range(ranks)]
+    batches = [[own[i : i + SIZE] for i in range(0, len(own), SIZE)] for own in of_ranks]
+    for first in list(range(0, max(map(len, batches)), accumulation)) * EPOCHS:
+        step = [data[list(batch)] for own in batches for batch in own[first : first + accumulation]]
+        total = sum(len(x) for x, _ in step)
+        optimizer.zero_grad()
+        torch.stack([model.loss(*batch) * len(batch[0]) / total for batch in step]).sum().backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["heads", "scalar", "frozen", "forces"])
+@pytest.mark.parametrize("ranks, accumulation, length", [(2, 1, 48), (3, 2, 50)])
+def test_ranks_may_reach_other_parameters(kind: str, ranks: int, accumulation: int, length: int) -> None:
+    data = _data(length)
+    trained = _trained(Heads(kind), data, ranks, accumulation)
+    torch.testing.assert_close(trained, _by_hand(Heads(kind), data, ranks, accumulation), rtol=0, atol=1e-12)
+
+
+def test_ranks_that_run_other_units_are_an_error_before_the_step(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailedError, match=r"depend on heads\.0\.bias, .*'shard': \[Block\]\}"):
+        _trained(Heads("units"), _data(48), 2, 1, [ModelCheckpoint(tmp_path)])
+    assert not list(tmp_path.glob("checkpoint*"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ from torch.torch_version import TorchVersion
 from trainloop._support.forks import guard_forks
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.nested import map_parts
-from trainloop.distributed.objects import backend_of
+from trainloop._support.user_line import described_names
+from trainloop.distributed.objects import backend_of, cpu_group
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
@@ -38,6 +39,7 @@ from trainloop.parallel.transparent import (
     without_dict_classes,
 )
 from trainloop.parallel.undoing import (
+    CompleteUnits,
     can_undo,
     check_cpu,
     drop_gathered_gradients,
@@ -163,11 +165,14 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
     Notes
     -----
-    Collective: every rank must create its wrapper with the same arguments. **Every forward, even in evaluation, is an
-    exchange between all ranks**, so all ranks must call the same units in the same order. Scalar and empty parameters
-    can't be sharded: each rank has the full parameter, and the backward averages its gradient. If a block shares a
-    parameter with a module outside of it, the block is part of the unit that contains both. The name ``module`` and the
-    names of ``FSDPModule``'s methods (``unshard``, ``set_requires_gradient_sync``, ...) refer to the wrapper.
+    Collective: every rank must create its wrapper with the same arguments. **Every forward, even in evaluation, is
+    an exchange between all ranks**, so all ranks must call the same units in the same order. **All ranks' losses
+    must depend on the same parameters**: torch packs the gradients that a rank has, and would add up those of
+    different parameters. (In ``fit``, losses may depend on different parameters of a unit.) Scalar and empty
+    parameters can't be sharded: each rank has the full parameter, and the backward averages its gradient. If a
+    block shares a parameter with a module outside of it, the block is part of the unit that contains both. The name
+    ``module`` and the names of ``FSDPModule``'s methods (``unshard``, ``set_requires_gradient_sync``, ...) refer to
+    the wrapper.
 
     Examples
     --------
@@ -219,6 +224,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_mesh = mesh
         self._tt_units: list[tuple[str, Any]] = units
         self._tt_watched: WatchedForwards | None = None
+        self._tt_complete: CompleteUnits | None = None
         self._tt_whole = {p for p in own_parameters(module) if stays_whole(p)}
         options: dict[str, Any] = {"mesh": mesh}
         options.update({"ignored_params": self._tt_whole} if self._tt_whole else {})
@@ -294,13 +300,18 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         # A backward within forward (adversarial inputs, a gradient penalty) would free parameters that it still needs.
         for group in self._tt_groups:
             group.reshard_after_backward = False
+        complete = self._tt_complete
         try:
+            if complete is not None:
+                complete.inside_forward = True
             with refuse_gradients_of_shards(self._tt_names):
                 output = super().__call__(*args, **kwargs)
         except RuntimeError as error:
             explain_sharded(error)
             raise
         finally:
+            if complete is not None:
+                complete.inside_forward = False
             for group in self._tt_groups:
                 group.reshard_after_backward = True
         if not torch.is_grad_enabled():
@@ -378,6 +389,46 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             for group in groups:
                 group.reshard_after_backward = True
 
+    def complete_units(self) -> None:
+        """From now on, let ranks' losses depend on different parameters of a unit.
+
+        Those that this rank's losses do not reach get zeros; before each step, :meth:`drop_unreached` must be called.
+        Gradients of parameters that are not sharded are no longer averaged.
+        """
+        self._tt_complete = self._tt_complete or CompleteUnits(self._tt_groups)
+
+    def drop_unreached(self, parameters: Sequence[Tensor]) -> None:
+        """Drop the gradients of parameters that no rank's losses have reached since the last call. Collective.
+
+        Raises
+        ------
+        ConfigurationError
+            If some ranks' losses depend on a unit, and others' do not. The message names parameters.
+        """
+        assert self._tt_complete is not None
+        mine = self._tt_complete.take_reached()
+        shards = [p for p in parameters if is_sharded(p)]
+        reached = [id(p) in mine for p in shards]
+        units = [{id(p.sharded_param) for p in group.fsdp_params} for group in self._tt_groups]
+        runs = [not mine.isdisjoint(unit) for unit in units]
+        flags = torch.tensor([*reached, *runs, *(not one for one in runs)], dtype=torch.int32, device="cpu")
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=cpu_group())
+        told = flags.tolist()
+        for p, anywhere in zip(shards, told[: len(shards)], strict=True):
+            if not anywhere:
+                p.grad = None
+        some, others = told[len(shards) : -len(units)], told[-len(units) :]
+        odd = [unit for unit, one, other in zip(units, some, others, strict=True) if one and other]
+        if odd:
+            names = [self._tt_names.get(key, "a parameter") for unit in odd for key in unit]
+            raise ConfigurationError(
+                f"gpu_mode='fsdp': the losses of some ranks depend on {described_names(sorted(names))}, and those of "
+                "other ranks on no parameter of this unit, so that ranks have exchanged different units. Let each loss "
+                "depend on it, for example by adding 0 * self.head(x).sum() for a head that a batch does not use. Or "
+                "make it part of the root unit by fit(fsdp_model_args={'shard': [Block]}), with the classes of the "
+                "other units, [] for none. Or use gpu_mode='ddp', ddp_model_args={'find_unused_parameters': True}."
+            )
+
     def watch_forwards(self, number: int) -> None:
         """Raise ConfigurationError if one of the next training forwards changes a parameter: such changes are lost."""
         self._tt_watched = WatchedForwards(self._tt_units, number)
@@ -391,6 +442,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
         Called after every backward; averaging an already averaged gradient has no effect.
         """
+        if self._tt_complete is not None:  # not every rank may have this gradient
+            return
         assert parameter.grad is not None
         parameter.grad /= self._tt_mesh.size()
         for dim in range(self._tt_mesh.ndim):

@@ -7,7 +7,8 @@ model object without these changes. This module has all private torch names that
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -22,6 +23,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.parallel.shards import MARKS
 
 __all__ = [
+    "CompleteUnits",
     "can_undo",
     "check_cpu",
     "drop_gathered_gradients",
@@ -173,6 +175,40 @@ def reduce_late_gradients(output: Any, groups: list[Any]) -> None:
     for tensor in tensors_of(output):
         if tensor.requires_grad:
             tensor.register_hook(queue)
+
+
+class CompleteUnits:
+    """Let ranks' losses depend on different parameters of a unit: those that a loss does not reach get zeros.
+
+    torch packs the gradients that a rank has into one tensor for each unit. With other gradients on another rank, it
+    would add up those of different parameters.
+
+    Parameters
+    ----------
+    groups : list
+        All ``FSDPParamGroup``s of a model.
+    """
+
+    def __init__(self, groups: list[Any]) -> None:
+        self.inside_forward = False
+        self._reached: set[int] = set()
+        for group in groups:
+            group.post_backward = partial(self._post_backward, group, group.post_backward)
+
+    def take_reached(self) -> set[int]:
+        """Return the ``id`` of each shard that backward passes have reached on this rank since the last call."""
+        reached, self._reached = self._reached, set()
+        return reached
+
+    def _post_backward(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+        if not self.inside_forward and group.reduce_grads:
+            trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
+            reached = {id(p.sharded_param) for p in trained if _has_gradient(p)}
+            self._reached |= reached
+            for p in trained if reached else ():
+                if id(p.sharded_param) not in reached:
+                    p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+        post_backward(*args)
 
 
 def drop_gathered_gradients(groups: list[Any]) -> None:

@@ -104,8 +104,6 @@ class Gradients:
         """True if ranks agree on new names in each micro-batch, as the first batch of a rank had a ``MultiLoss``."""
         self._averaged: dict[str, float] = {}
         """Weights by samples, in the current step, of losses that have had no weights of their own until now."""
-        self._unreached: tuple[int, set[str]] = 0, set()
-        """Digest of the parameters that each step's loss has not reached on this rank, and their names; in ``fsdp``."""
         self.calls_class_losses = False
         """True if ``get_loss`` has called a loss of class indices while the run looked for such calls."""
         self.take_rules()
@@ -116,7 +114,10 @@ class Gradients:
             else None
         )
         self._take_parameters()
-        if place.collective:  # until the second step: in the first step, a copy of a network still equals the original
+        if place.collective:
+            if self.ranks > 1:
+                place.wrapper.complete_units()
+            # Until the second step: in the first step, a copy of a network still equals the original.
             place.wrapper.watch_forwards(loop.grad_accumulation + 1)
 
     def take_rules(self) -> None:
@@ -143,9 +144,8 @@ class Gradients:
         self._beside: set[int] = set()
         has_buffers = next(loop.model.buffers(), None) is not None
         self._shares_buffers = self._place.collective and self.ranks > 1 and has_buffers
-        if self._place.collective:  # parameters outside of the wrapper
-            known = {id(p) for p in self._place.wrapper.whole_parameters}
-            self._beside = {id(p) for p in self.learned if not is_sharded(p) and id(p) not in known}
+        if self._place.collective:  # parameters outside of the wrapper, and those that it does not shard
+            self._beside = {id(p) for p in self.learned if not is_sharded(p)}
 
     # -- parameters that are frozen, unfrozen or added while ranks train ---------------------------------------------
 
@@ -231,8 +231,6 @@ class Gradients:
 
     def check_same_weights(self) -> None:
         """Check that all ranks have the same weights. Collective in ``ddp``."""
-        if self._place.collective and self.ranks > 1:
-            self._check_reached()
         if self.trained is not None:
             # A rank without a batch in the last step has not changed its buffers.
             buffers_too = not self.weight.ragged
@@ -536,8 +534,6 @@ class Gradients:
         Return the factor by which the gradients were multiplied; ``None`` if it is 1.
         """
         self._run.stage = "complete"
-        if self._place.collective and self.ranks > 1:
-            self._note_unreached(parameters)
         step, in_parts = self.weight, bool(self._parts)
         try:
             if len(step.given) > 1:
@@ -550,6 +546,8 @@ class Gradients:
                 self._join_parts()
             if self._place.collective:
                 reduce_gradients([p for p in parameters if id(p) in self._beside])
+                if self.ranks > 1:
+                    self._place.wrapper.drop_unreached(parameters)
             elif step.reduced_later:
                 reduce_gradients(parameters)
             elif isinstance(self._place.wrapper, TTDistributedDataParallel):
@@ -572,32 +570,6 @@ class Gradients:
                 own = local_shard(parameter.grad)  # gradients are on the CPU under CPUOffloadPolicy
                 own.mul_(like(own))
         return factor
-
-    def _note_unreached(self, parameters: Sequence[Tensor]) -> None:
-        digest, names = self._unreached
-        of_units = [p for p in parameters if id(p) not in self._beside]
-        reached = bytes(p.grad is not None for p in of_units)
-        if not all(reached):
-            without = {id(p) for p, has in zip(of_units, reached, strict=True) if not has and p.requires_grad}
-            names |= {name for name, p in self._run.loop.model.named_parameters() if id(p) in without}
-        self._unreached = zlib.crc32(reached, digest), names
-
-    def _check_reached(self) -> None:
-        """Raise an error if ranks' losses have reached different parameters in ``fsdp``. Collective.
-
-        torch reduces the gradients that a rank has, packed into one tensor for each unit: with other gradients on
-        another rank, it adds up gradients of different parameters.
-        """
-        digest, names = self._unreached
-        self._unreached = 0, set()
-        if len({theirs for (theirs,) in distributed.exchange_ints([digest])}) > 1:
-            which = f"not {', '.join(sorted(names)[:3])} on this one" if names else "not all on another one"
-            raise ConfigurationError(
-                "gpu_mode='fsdp': in some step of this epoch, the ranks' losses depended on different parameters "
-                f"({which}), so that torch has mixed up their gradients. Let each loss depend on all parameters, for "
-                "example by adding 0 * self.head(x).sum() for a head that a batch does not use, or use "
-                "gpu_mode='ddp' with ddp_model_args={'find_unused_parameters': True}."
-            )
 
     def loss_over_ranks(self, scaled_losses: list[Any], factor: Tensor | float | None) -> Tensor:
         """Return a step's loss over all ranks, from each rank's micro-batches; every rank gets the same bits."""
