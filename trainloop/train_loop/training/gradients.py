@@ -310,7 +310,7 @@ class Gradients:
         step.given.append(read.explicit)
         began, own = bool(self._names), isinstance(weight, dict)
         if self._names is None or self._agrees or isinstance(loss, MultiLoss):
-            self._agree(loss, weight)
+            self.agree(loss, weight)
         step.weighted = step.weighted or (weight is not None and not own)
         if read.is_sum:  # gradients of micro-batches add up unscaled, and are averaged over ranks
             if self.ranks == 1:
@@ -342,7 +342,7 @@ class Gradients:
         step.add(units, 1.0)
         return loss * _like(loss, units)
 
-    def _agree(self, loss: Any, weight: Any) -> None:
+    def agree(self, loss: Any, weight: Any) -> None:
         """Agree with the other ranks on the losses of a ``MultiLoss`` that have their own weights.
 
         Batches may differ: one has a class loss, another one only a mean over samples, or another task. Collective in
@@ -404,10 +404,13 @@ class Gradients:
             if not step.ragged and isinstance(self._place.wrapper, TTDistributedDataParallel):
                 # DDP's reducer would reduce the sum of these gradients.
                 self._always_later = step.reduced_later = True
-            factors = {name: weight / step.usual(name, own.get(name, size), size) for name, weight in units.items()}
-            for name in names:
+            factors = {}
+            for name in names:  # on all ranks, since they agree on what is usual
+                usual = step.usual(name, own.get(name, size) if name in losses else 0, size)
                 part = self._parts.setdefault(name, _Part())
-                part.weight = part.weight + factors.get(name, 0.0)
+                if name in units:
+                    factors[name] = units[name] / usual
+                    part.weight = part.weight + factors[name]
         if not losses:
             return loss * share
         return _times(loss, {name: factors.get(name, share) if name in names else share for name in losses})
@@ -521,7 +524,7 @@ class Gradients:
         with place.autocast, self._run.seeing_functions(idle=True):
             output = place.wrapper.get_loss(batch, self._run.loop.criterion, place.device)
         read = read_loss(output, 1)
-        self._agree(read.loss, None)
+        self.agree(read.loss, None)
         for name in self._names or ():  # the other ranks run a backward for each
             self._parts.setdefault(name, _Part())
         self.backward(read.loss * 0.0)
