@@ -12,7 +12,7 @@ from kit.sharded_models import Tower, needs_fsdp_on_cpu, words
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop
+from trainloop import AbstractCallback, TrainLoop
 from trainloop.errors import ConfigurationError
 
 pytestmark = needs_fsdp_on_cpu
@@ -63,12 +63,8 @@ CASES: dict[str, tuple[Callable[[Tower], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_would_be_lost_or_fail_in_ranks(case: str) -> None:
-    change, message = CASES[case]
-    model = Tower()
-    optimizer = change(model) or torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = TrainLoop(
+def loop_of(model: Tower, optimizer: Any) -> TrainLoop[Any]:
+    return TrainLoop(
         model,
         DataLoader(TensorDataset(*words(0, 4)), batch_size=2),
         optimizer=optimizer,
@@ -78,5 +74,30 @@ def test_what_would_be_lost_or_fail_in_ranks(case: str) -> None:
         devices=2,
         progress_bar=False,
     )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_would_be_lost_or_fail_in_ranks(case: str) -> None:
+    change, message = CASES[case]
+    model = Tower()
+    optimizer = change(model) or torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigurationError, match=message):
-        loop.fit(num_epochs=1)
+        loop_of(model, optimizer).fit(num_epochs=1)
+
+
+class Keeps(AbstractCallback):
+    def __init__(self, kept: Any) -> None:
+        super().__init__("keeps")
+        self.kept = kept
+
+
+@pytest.mark.parametrize(
+    "of_model",
+    [lambda model: model.state_dict(), lambda model: [model.blocks[0].up.weight.data[:2]]],
+    ids=["state_dict()", "p.data"],
+)
+def test_a_view_that_a_callback_keeps(of_model: Callable[[Tower], Any]) -> None:
+    model = Tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"Keeps\.kept has a view of .*Keep the parameter itself or.*clone"):
+        loop_of(model, optimizer).fit(num_epochs=1, callbacks=[Keeps(of_model(model))])

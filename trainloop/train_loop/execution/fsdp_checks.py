@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainloop._support.nested import tensors_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import all_optimizers
 from trainloop.parallel.shards import stays_whole
@@ -50,6 +52,7 @@ def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, An
             "one. Compile the blocks yourself, `for block in model.blocks: block.compile()`, and leave compile out."
         )
     _check_modules(model, wrapper_args.get("shard"))
+    _check_views(model, loop.callbacks)
     units_in = getattr(wrapper_args.get("mp_policy"), "param_dtype", None)
     if options.amp.chosen and {units_in, options.amp.dtype} == {torch.float16, torch.bfloat16}:
         raise ConfigurationError(
@@ -77,6 +80,24 @@ def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, An
                         f"{type(optimizer).__name__} with gpu_mode='fsdp': its state {key!r} of shape "
                         f"{tuple(value.shape)} can't be sharded like its parameter, which has shape {tuple(p.shape)}. "
                         "Start with a new optimizer, or use gpu_mode='ddp'."
+                    )
+
+
+def _check_views(model: nn.Module, callbacks: Iterable[Any]) -> None:
+    """Raise an error for tensors of callbacks that share the memory of parameters: the shards have other memory."""
+    named = {id(p): p for p in model.parameters() if not stays_whole(p) and p.layout is torch.strided and not p.is_meta}
+    owners = {p.untyped_storage().data_ptr(): p for p in named.values()}
+    for callback in callbacks:
+        for key, value in vars(callback).items():
+            for tensor in tensors_of(value):
+                if id(tensor) in named or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+                    continue
+                if (p := owners.get(tensor.untyped_storage().data_ptr())) is not None:
+                    name = next(name for name, other in model.named_parameters() if other is p)
+                    raise ConfigurationError(
+                        f"gpu_mode='fsdp': {type(callback).__name__}.{key} has a view of {name} (such as p.data or a "
+                        "value of state_dict()). Shards replace the parameter, so the view would keep the values from "
+                        "before the training. Keep the parameter itself or, for these values, a clone()."
                     )
 
 
