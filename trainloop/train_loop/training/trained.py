@@ -22,7 +22,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import criterion_modules, named_trained_parameters, own_parameters, parameters_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import cloned_gradient, comm_hooks_of
-from trainloop.parallel.shards import bit_sums
+from trainloop.parallel.shards import bit_sums, is_sharded
 
 __all__ = ["TrainedParameters", "about_eval_mode", "begin_training", "hooked_parameters", "not_optimized"]
 
@@ -330,11 +330,15 @@ def _kinds_of(parameters: Sequence[nn.Parameter]) -> list[tuple[Any, ...]]:
 
 
 def _own_tensors(criterion: Any, optimizer: Any, model: nn.Module) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return a criterion's and an optimizer's parameters, by name, and a criterion's buffers: all but the model's."""
+    """Return a criterion's and an optimizer's parameters, by name, and a criterion's buffers: all but the model's.
+
+    Shards are the model's, or were until a callback has replaced a module.
+    """
     of_model = {id(tensor) for tensor in (*own_parameters(model), *model.buffers())}
     named = named_trained_parameters(model, criterion, optimizer)
     buffers = [buffer for module in criterion_modules(criterion) for buffer in module.buffers()]
-    return {name: p for name, p in named if id(p) not in of_model}, [b for b in buffers if id(b) not in of_model]
+    own = {name: p for name, p in named if id(p) not in of_model and not is_sharded(p)}
+    return own, [b for b in buffers if id(b) not in of_model]
 
 
 def _settings_of(optimizers: Sequence[Any]) -> list[str]:
