@@ -39,13 +39,14 @@ _NEEDED = {
     "torch.distributed._composable_state": ("_module_state_mapping",),
     "torch.distributed._composable.contract": ("REGISTRY_KEY", "STATE_KEY"),
     "torch.distributed.fsdp": ("FSDPModule",),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": ("FSDPParamGroup.post_backward",),
     "torch.distributed.tensor": ("DTensor._op_dispatcher._custom_op_handlers",),
 }
 
 
 @cache
 def can_undo() -> None:
-    """Check that this torch has the private names that :func:`undo_fully_shard` and :func:`read_whole_numbers` need.
+    """Check that this torch has the private names that this module needs.
 
     Raises
     ------
