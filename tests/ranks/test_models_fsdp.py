@@ -225,6 +225,23 @@ class Anew(Momentum):
         own.data = own * 0.9 + other * 0.1
 
 
+class MovesShards(Tower):
+    """Replaces the values of one block by those of another one, both of which are shards in ``get_loss``."""
+
+    @torch.no_grad()
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        for own, other in zip(self.blocks[2].parameters(), self.blocks[0].parameters(), strict=True):
+            own.data = own.data * 0.9 + other.data * 0.1
+        with torch.enable_grad():
+            return super().get_loss(batch_data, criterion, device)
+
+
+class HooksOnShards(Tower):
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        self.blocks[0].up.weight.register_hook(lambda gradient: gradient * 0.5)
+        return super().get_loss(batch_data, criterion, device)
+
+
 class PartOfABlock(Tower):
     def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
         with torch.no_grad():
@@ -344,7 +361,8 @@ REFUSED[Solved] = r"Adjoint, an autograd.Function, is called with blocks.2.up.we
 REFUSED[Balanced] = REFUSED[BackwardByInputs] = r"a gradient is requested for blocks.0.up.weight, of which .* a shard"
 REFUSED[Skipping] = CONSTANT
 REFUSED[PartOfABlock] = r"mul_ would change a copy of a part of a sharded tensor"
-REFUSED[Sharp] = r"p.data = ... on a parameter that is sharded: FSDP would ignore it"
+REFUSED[HooksOnShards] = r"p.register_hook\(...\) on a parameter that is sharded: FSDP would ignore it"
+REFUSED[Sharp] = REFUSED[MovesShards] = r"p.data = ... on a parameter that is sharded: FSDP would ignore it"
 
 
 @pytest.mark.long

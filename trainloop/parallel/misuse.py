@@ -151,9 +151,10 @@ def explain_replica(error: Exception) -> None:
 
 
 class RefusesLostChanges(TorchFunctionMode):
-    """Raise an error if code changes a part of a sharded tensor in place, but that part is a gathered copy.
+    """Raise an error if code changes a sharded tensor in a way that has no effect on the shards.
 
-    The change would have no effect on the shards. For a plain tensor, the same parts are views.
+    That is a change in place of a part that is a gathered copy (for a plain tensor, the same parts are views), and what
+    FSDP ignores because it keeps its own references to the sharded parameters.
 
     ``changes``, if given, is called with each other tensor before it is changed in place.
     """
@@ -164,6 +165,13 @@ class RefusesLostChanges(TorchFunctionMode):
         self._tells = changes
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _IGNORED and args and is_sharded(args[0]):
+            if func == _SETS_DATA and local_shard(args[0]).data_ptr() == local_shard(args[1]).data_ptr():
+                return None  # `p.data += x` has changed the shard itself before
+            raise ConfigurationError(
+                f"{_IGNORED[func]} on a parameter that is sharded: FSDP would ignore it. In fsdp, write values by "
+                "`with torch.no_grad(): p.copy_(...)` or p.mul_(...), and change gradients in on_after_gradient_update."
+            )
         self._refuse_change(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if _returns_views(func, args):
@@ -200,6 +208,12 @@ class RefusesLostChanges(TorchFunctionMode):
         return found is not None and found() is tensor
 
 
+_SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_IGNORED = {
+    _SETS_DATA: "p.data = ...",
+    Tensor.register_hook: "p.register_hook(...)",
+    Tensor.register_post_accumulate_grad_hook: "p.register_post_accumulate_grad_hook(...)",
+}
 # Functions that return views of a plain tensor.
 _VIEWS = frozenset(
     "__getitem__ select narrow chunk split split_with_sizes tensor_split unbind unfold view view_as reshape flatten "
