@@ -140,6 +140,28 @@ class Adapting(AbstractCallback):
         loop.optimizer.add_param_group({"params": [*block.down.high.parameters()]})
 
 
+class HalvesImaginary(AbstractCallback):
+    def __init__(self) -> None:
+        super().__init__("halves the imaginary part")
+
+    @torch.no_grad()
+    def on_after_optimizer_step(self) -> None:
+        self.train_loop_obj.model.turns[1].bias.imag.mul_(0.5)
+
+
+class Turning(Tower):
+    """Has complex parameters, of which ranks have parts of different sizes."""
+
+    optimizer = staticmethod(lambda model: torch.optim.Adadelta(model.parameters(), lr=1.0))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = nn.Sequential(*[nn.Linear(11, 11, dtype=torch.complex128) for _ in range(2)])  # units of their own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.turns(super().forward(x).to(torch.complex128)).abs()
+
+
 EQUAL: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
     "no part on a rank": (
         Small,
@@ -152,6 +174,7 @@ EQUAL: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
     "other tensors changed in place": (ChangesOthers, list),
     "a backward within the forward": (Adversarial, list),
     "flags set in the loss": (Sampled, list),
+    "complex parameters": (Turning, lambda: [HalvesImaginary()]),
     "modules added": (Tower, lambda: [Adapting()]),
 }
 

@@ -40,9 +40,9 @@ from trainloop.parallel.transparent import (
 from trainloop.parallel.undoing import (
     can_undo,
     check_cpu,
+    correct_operations,
     drop_gathered_gradients,
     parameter_groups,
-    read_whole_numbers,
     reduce_late_gradients,
     undo_fully_shard,
 )
@@ -207,7 +207,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 "sharded. Pass a model that is not sharded."
             )
         can_undo()
-        read_whole_numbers()
+        correct_operations()
         guard_forks()
         super().__init__()
         self.module = module
