@@ -55,7 +55,7 @@ class Divided(optim.SGD):
     divides = True
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for i, p in enumerate(self.param_groups[0]["params"]):
             owner = i % get_world_size() if self.divides else get_rank()
             if owner == get_rank():
