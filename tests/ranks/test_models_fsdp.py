@@ -376,6 +376,14 @@ class Skipping(Small):
         return loss
 
 
+class Cloned(Tower):
+    """Trains on what a copy of a block computes, as in meta-learning."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        copy.deepcopy(self.blocks[0])
+        return super().get_loss(batch_data, criterion, device)
+
+
 LOST = r"bias is changed during the forward pass.*on_after_optimizer_step"
 CONSTANT = r"get_loss returned a loss that does not depend on the model's parameters.*output.sum\(\) \* 0"
 OUTSIDE = r"used outside of the forward of its block.*weight_decay.*'shard'"
@@ -383,6 +391,7 @@ REFUSED = {Momentum: LOST, ByData: LOST, Anew: LOST, Clamps: LOST, Penalized: OU
 REFUSED[Solved] = r"Adjoint, an autograd.Function, is called with blocks.2.up.weight, .* Shard the model as one unit"
 REFUSED[Balanced] = REFUSED[BackwardByInputs] = r"a gradient is requested for blocks.0.up.weight, of which .* a shard"
 REFUSED[Skipping] = CONSTANT
+REFUSED[Cloned] = r"deepcopy\(module\) can't copy a module that is sharded. .* before fit"
 REFUSED[PartOfABlock] = r"mul_ would change a copy of a part of a sharded tensor"
 REFUSED[HooksOnShards] = r"p.register_hook\(...\) on a parameter that is sharded: FSDP would ignore it"
 REFUSED[Sharp] = REFUSED[MovesShards] = r"p.data = ... on a parameter that is sharded: FSDP would ignore it"

@@ -297,7 +297,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         try:
             with refuse_gradients_of_shards(self._tt_names):
                 output = super().__call__(*args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             explain_sharded(error)
             raise
         finally:

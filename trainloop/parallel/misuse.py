@@ -27,6 +27,7 @@ __all__ = [
     "SetAttributes",
     "WatchedForwards",
     "WatchedTensors",
+    "explain_deepcopy",
     "explain_replica",
     "explain_sharded",
     "is_compiled",
@@ -64,8 +65,19 @@ def used_outside_of_forward(fact: str) -> ConfigurationError:
     )
 
 
-def explain_sharded(error: RuntimeError) -> None:
+def explain_deepcopy(error: Exception) -> None:
+    """Raise an explanation if code has copied a sharded module; return if the error has another cause."""
+    if "FSDP does not support deepcopy" in str(error):
+        raise ConfigurationError(
+            "gpu_mode='fsdp': copy.deepcopy(module) can't copy a module that is sharded. To keep weights, copy the "
+            "tensors: {name: p.detach().clone() for name, p in model.named_parameters()}, which are shards, too. Make "
+            "a second model before fit, as a submodule of the first one, or use gpu_mode='ddp'."
+        ) from error
+
+
+def explain_sharded(error: Exception) -> None:
     """Raise an explanation if sharded parameters caused this torch error; return if the error has another cause."""
+    explain_deepcopy(error)
     text = str(error)
     if "mixed torch.Tensor and DTensor" in text or "sharding strategy" in text:
         raise used_outside_of_forward(f"torch says: {text}") from error
@@ -140,13 +152,19 @@ def refuse_exchanges(ranks: Iterable[int], *, evaluates: bool = False) -> Abstra
 
 
 def explain_replica(error: Exception) -> None:
-    """Raise an explanation if ``get_loss`` sets ``requires_grad`` in a replica; return for other causes."""
+    """Raise an explanation if ``get_loss`` freezes or copies parameters of a replica; return for other causes."""
     if isinstance(error, RuntimeError) and "requires_grad flags of leaf variables" in str(error):
         raise ConfigurationError(
             "gpu_mode='dp': get_loss changes requires_grad of a parameter, but the parameters of a replica are copies, "
             "whose flags can't change. For gradients of inputs only, call torch.autograd.grad(output, inputs), which "
             "leaves the gradients of parameters unchanged. Otherwise, use gpu_mode='ddp' or 'single', or set the flags "
             f"in a callback. torch says: {error}"
+        ) from error
+    if isinstance(error, RuntimeError) and "support the deepcopy protocol" in str(error):
+        raise ConfigurationError(
+            "gpu_mode='dp': get_loss calls copy.deepcopy with a tensor that has a graph, or with a module: a replica's "
+            "parameters are such tensors. Copy detached tensors, and call the module with them by "
+            f"torch.func.functional_call, or use gpu_mode='ddp' or 'single'. torch says: {error}"
         ) from error
 
 

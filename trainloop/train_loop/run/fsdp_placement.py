@@ -18,7 +18,7 @@ from trainloop._transfer.pages import evict_clean_pages, trim
 from trainloop.errors import ConfigurationError
 from trainloop.optim import inner_optimizers, own_parameters, parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
-from trainloop.parallel.misuse import RefusesLostChanges, is_of_shards
+from trainloop.parallel.misuse import RefusesLostChanges, explain_deepcopy, is_of_shards
 from trainloop.parallel.shards import (
     free,
     full_tensor,
@@ -90,7 +90,8 @@ def _explaining_shards(what: str) -> Iterator[None]:
     try:
         with _OnShards():
             yield
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
+        explain_deepcopy(error)
         if not is_of_shards(error):
             raise
         raise ConfigurationError(
