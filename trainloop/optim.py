@@ -292,7 +292,8 @@ _BY_MAP = "Give one of these, for example with MultiLoss(..., loss_optimizer_map
 
 def explain_no_graph(error: RuntimeError, optimizer: Any) -> None:
     """Raise an explanation if an optimizer's step failed because it differentiates gradients, as AdaHessian does."""
-    if "does not require grad and does not have a grad_fn" not in str(error):
+    # The second one is AdaHessian's own check of the gradients.
+    if not any(words in str(error) for words in ("does not require grad and does not have a grad_fn", "create_graph")):
         return
     names = ", ".join(type(one).__name__ for one in optimizers_of(optimizer))
     raise ConfigurationError(

@@ -140,6 +140,28 @@ class Adapting(AbstractCallback):
         loop.optimizer.add_param_group({"params": [*block.down.high.parameters()]})
 
 
+class HalvesImaginary(AbstractCallback):
+    def __init__(self) -> None:
+        super().__init__("halves the imaginary part")
+
+    @torch.no_grad()
+    def on_after_optimizer_step(self) -> None:
+        self.train_loop_obj.model.turns[1].bias.imag.mul_(0.5)
+
+
+class Turning(Tower):
+    """Has complex parameters, of which ranks have parts of different sizes."""
+
+    optimizer = staticmethod(lambda model: torch.optim.Adadelta(model.parameters(), lr=1.0))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = nn.Sequential(*[nn.Linear(11, 11, dtype=torch.complex128) for _ in range(2)])  # units of their own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.turns(super().forward(x).to(torch.complex128)).abs()
+
+
 EQUAL: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
     "no part on a rank": (
         Small,
@@ -152,6 +174,7 @@ EQUAL: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
     "other tensors changed in place": (ChangesOthers, list),
     "a backward within the forward": (Adversarial, list),
     "flags set in the loss": (Sampled, list),
+    "complex parameters": (Turning, lambda: [HalvesImaginary()]),
     "modules added": (Tower, lambda: [Adapting()]),
 }
 
@@ -223,6 +246,23 @@ class ByData(Momentum):
 class Anew(Momentum):
     def move(self, own: Tensor, other: Tensor) -> None:
         own.data = own * 0.9 + other * 0.1
+
+
+class MovesShards(Tower):
+    """Replaces the values of one block by those of another one, both of which are shards in ``get_loss``."""
+
+    @torch.no_grad()
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        for own, other in zip(self.blocks[2].parameters(), self.blocks[0].parameters(), strict=True):
+            own.data = own.data * 0.9 + other.data * 0.1
+        with torch.enable_grad():
+            return super().get_loss(batch_data, criterion, device)
+
+
+class HooksOnShards(Tower):
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        self.blocks[0].up.weight.register_hook(lambda gradient: gradient * 0.5)
+        return super().get_loss(batch_data, criterion, device)
 
 
 class PartOfABlock(Tower):
@@ -336,6 +376,14 @@ class Skipping(Small):
         return loss
 
 
+class Cloned(Tower):
+    """Trains on what a copy of a block computes, as in meta-learning."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        copy.deepcopy(self.blocks[0])
+        return super().get_loss(batch_data, criterion, device)
+
+
 LOST = r"bias is changed during the forward pass.*on_after_optimizer_step"
 CONSTANT = r"get_loss returned a loss that does not depend on the model's parameters.*output.sum\(\) \* 0"
 OUTSIDE = r"used outside of the forward of its block.*weight_decay.*'shard'"
@@ -343,8 +391,10 @@ REFUSED = {Momentum: LOST, ByData: LOST, Anew: LOST, Clamps: LOST, Penalized: OU
 REFUSED[Solved] = r"Adjoint, an autograd.Function, is called with blocks.2.up.weight, .* Shard the model as one unit"
 REFUSED[Balanced] = REFUSED[BackwardByInputs] = r"a gradient is requested for blocks.0.up.weight, of which .* a shard"
 REFUSED[Skipping] = CONSTANT
+REFUSED[Cloned] = r"deepcopy\(module\) can't copy a module that is sharded. .* before fit"
 REFUSED[PartOfABlock] = r"mul_ would change a copy of a part of a sharded tensor"
-REFUSED[Sharp] = r"p.data = ... on a parameter that is sharded: FSDP would ignore it"
+REFUSED[HooksOnShards] = r"p.register_hook\(...\) on a parameter that is sharded: FSDP would ignore it"
+REFUSED[Sharp] = REFUSED[MovesShards] = r"p.data = ... on a parameter that is sharded: FSDP would ignore it"
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Parameters that callbacks train: a warning names those that differ between ranks, of which rank 0's are kept."""
+"""Parameters of callbacks, states of optimizers: warnings name those that differ between ranks; rank 0's are kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
-from trainloop.distributed import all_reduce
+from trainloop.distributed import all_reduce, get_rank, get_world_size
 
 pytestmark = pytest.mark.long
 
@@ -49,13 +49,34 @@ class OwnProbe(Probe):
         return self.head.state_dict()
 
 
-def fit(probe: AbstractCallback, mode: str) -> None:
+class Divided(optim.SGD):
+    """Each rank has the momenta of some of the parameters, steps these, and sends them to the others, as in Muon."""
+
+    divides = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            owner = i % get_world_size() if self.divides else get_rank()
+            if owner == get_rank():
+                state = self.state[p]
+                state["momentum"] = p.grad + 0.9 * state.get("momentum", 0)
+                p.sub_(state["momentum"], alpha=0.1)
+            if self.divides:
+                torch.distributed.broadcast(p, owner)
+
+
+class Undivided(Divided):
+    divides = False
+
+
+def fit(probe: AbstractCallback, mode: str, optimizer: type[optim.Optimizer] = optim.SGD) -> None:
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
     model = Net()
     loop = TrainLoop(
         model,
         DataLoader(TensorDataset(x, x[:, :2]), 2),
-        optimizer=optim.SGD(model.parameters(), 0.1),
+        optimizer=optimizer(model.parameters(), lr=0.1),  # type: ignore[call-arg]
         criterion=nn.MSELoss(),
         gpu_mode=mode,  # type: ignore[arg-type]
         accelerator="cpu",
@@ -78,3 +99,12 @@ def test_parameters_that_are_equal_or_meant_to_differ_are_not_warned_of(
 ) -> None:
     fit(probe, "ddp")
     assert "the callbacks' parameters" not in capfd.readouterr().err
+
+
+def test_states_of_an_optimizer_that_differ_are_warned_of_once(capfd: pytest.CaptureFixture[str]) -> None:
+    message = "the optimizer's states of body.weight (Divided), body.bias (Divided) differ between ranks"
+    for optimizer, times in ((Divided, 1), (Undivided, 0)):
+        fit(AbstractCallback("none"), "ddp", optimizer)
+        warned = capfd.readouterr().err
+        assert warned.count(message) == times
+        assert warned.count("the optimizer's states of") == times

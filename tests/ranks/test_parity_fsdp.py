@@ -121,7 +121,8 @@ def distance(one: Any, other: Any) -> float:
     if isinstance(one, (list, tuple)):
         assert len(one) == len(other)
         return max((distance(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
-    difference = (torch.as_tensor(one).double() - torch.as_tensor(other).double()).abs()
+    kind = torch.complex128 if torch.is_tensor(one) and one.is_complex() else torch.float64
+    difference = (torch.as_tensor(one, dtype=kind) - torch.as_tensor(other, dtype=kind)).abs()
     return float(difference.max()) if difference.numel() else 0.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -236,6 +237,18 @@ class Sampled(Net):
 def test_flags_that_get_loss_changes_are_explained_in_dp() -> None:
     with pytest.raises(ConfigurationError, match="get_loss changes requires_grad of a parameter"):
         trained(Sampled(), "dp")
+
+
+class Cloned(Net):
+    """Copies itself to take steps with the copy, as in meta-learning."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return copy.deepcopy(self)(batch_data[0]).mean()
+
+
+def test_copies_of_a_replica_are_explained_in_dp() -> None:
+    with pytest.raises(ConfigurationError, match=r"get_loss calls copy\.deepcopy"):
+        trained(Cloned(), "dp")
 
 
 @pytest.mark.parametrize("how", ["in place", "replaced", "frozen", "c.bias", "not"])

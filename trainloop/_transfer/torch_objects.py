@@ -185,11 +185,16 @@ def _new_parametrized(kind: Any, names: tuple[str, ...]) -> nn.Module:
 
 
 def _reduce_optimizer(pickler: Any, optimizer: torch.optim.Optimizer) -> Any:
-    return _new, (type(optimizer),), optimizer_state(optimizer)
+    state = optimizer_state(optimizer)
+    if type(optimizer).__setstate__ is torch.optim.Optimizer.__setstate__:
+        state.setdefault("defaults", {})  # which it reads, but a wrapper that calls no super().__init__() lacks
+    return _new, (type(optimizer),), state
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, hooks: bool = True) -> dict[str, Any]:
     """Return all attributes of an optimizer (torch pickles three), or the state that its own ``__getstate__`` returns.
+
+    That state is not used if torch's ``__setstate__`` would fail without ``defaults``, as for many forms of Lookahead.
 
     Parameters
     ----------
@@ -199,7 +204,9 @@ def optimizer_state(optimizer: torch.optim.Optimizer, hooks: bool = True) -> dic
     """
     kind = type(optimizer)
     if kind.__getstate__ is not torch.optim.Optimizer.__getstate__:
-        return dict(kind.__getstate__(optimizer))
+        own = dict(kind.__getstate__(optimizer))
+        if "defaults" in own or kind.__setstate__ is not torch.optim.Optimizer.__setstate__:
+            return own
     return {
         name: value
         for name, value in vars(optimizer).items()

@@ -42,9 +42,9 @@ from trainloop.parallel.undoing import (
     CompleteUnits,
     can_undo,
     check_cpu,
+    correct_operations,
     drop_gathered_gradients,
     parameter_groups,
-    read_whole_numbers,
     reduce_late_gradients,
     undo_fully_shard,
 )
@@ -212,7 +212,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 "sharded. Pass a model that is not sharded."
             )
         can_undo()
-        read_whole_numbers()
+        correct_operations()
         guard_forks()
         super().__init__()
         self.module = module
@@ -306,7 +306,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 complete.inside_forward = True
             with refuse_gradients_of_shards(self._tt_names):
                 output = super().__call__(*args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             explain_sharded(error)
             raise
         finally:

@@ -27,6 +27,7 @@ __all__ = [
     "SetAttributes",
     "WatchedForwards",
     "WatchedTensors",
+    "explain_deepcopy",
     "explain_replica",
     "explain_sharded",
     "is_compiled",
@@ -51,6 +52,11 @@ _OF_SHARDS = (
 
 def is_of_shards(error: BaseException) -> bool:
     """Return True if torch raised an error because a tensor is a rank's shard."""
+    if isinstance(error, AssertionError):  # some have no text
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor")
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_SHARDS)
 
 
@@ -64,8 +70,19 @@ def used_outside_of_forward(fact: str) -> ConfigurationError:
     )
 
 
-def explain_sharded(error: RuntimeError) -> None:
+def explain_deepcopy(error: Exception) -> None:
+    """Raise an explanation if code has copied a sharded module; return if the error has another cause."""
+    if "FSDP does not support deepcopy" in str(error):
+        raise ConfigurationError(
+            "gpu_mode='fsdp': copy.deepcopy(module) can't copy a module that is sharded. To keep weights, copy the "
+            "tensors: {name: p.detach().clone() for name, p in model.named_parameters()}, which are shards, too. Make "
+            "a second model before fit, as a submodule of the first one, or use gpu_mode='ddp'."
+        ) from error
+
+
+def explain_sharded(error: Exception) -> None:
     """Raise an explanation if sharded parameters caused this torch error; return if the error has another cause."""
+    explain_deepcopy(error)
     text = str(error)
     if "mixed torch.Tensor and DTensor" in text or "sharding strategy" in text:
         raise used_outside_of_forward(f"torch says: {text}") from error
@@ -140,7 +157,7 @@ def refuse_exchanges(ranks: Iterable[int], *, evaluates: bool = False) -> Abstra
 
 
 def explain_replica(error: Exception) -> None:
-    """Raise an explanation if ``get_loss`` sets ``requires_grad`` in a replica; return for other causes."""
+    """Raise an explanation if ``get_loss`` freezes or copies parameters of a replica; return for other causes."""
     if isinstance(error, RuntimeError) and "requires_grad flags of leaf variables" in str(error):
         raise ConfigurationError(
             "gpu_mode='dp': get_loss changes requires_grad of a parameter, but the parameters of a replica are copies, "
@@ -148,12 +165,19 @@ def explain_replica(error: Exception) -> None:
             "leaves the gradients of parameters unchanged. Otherwise, use gpu_mode='ddp' or 'single', or set the flags "
             f"in a callback. torch says: {error}"
         ) from error
+    if isinstance(error, RuntimeError) and "support the deepcopy protocol" in str(error):
+        raise ConfigurationError(
+            "gpu_mode='dp': get_loss calls copy.deepcopy with a tensor that has a graph, or with a module: a replica's "
+            "parameters are such tensors. Copy detached tensors, and call the module with them by "
+            f"torch.func.functional_call, or use gpu_mode='ddp' or 'single'. torch says: {error}"
+        ) from error
 
 
 class RefusesLostChanges(TorchFunctionMode):
-    """Raise an error if code changes a part of a sharded tensor in place, but that part is a gathered copy.
+    """Raise an error if code changes a sharded tensor in a way that has no effect on the shards.
 
-    The change would have no effect on the shards. For a plain tensor, the same parts are views.
+    That is a change in place of a part that is a gathered copy (for a plain tensor, the same parts are views), and what
+    FSDP ignores because it keeps its own references to the sharded parameters.
 
     ``changes``, if given, is called with each other tensor before it is changed in place.
     """
@@ -164,6 +188,13 @@ class RefusesLostChanges(TorchFunctionMode):
         self._tells = changes
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _IGNORED and args and is_sharded(args[0]):
+            if func == _SETS_DATA and local_shard(args[0]).data_ptr() == local_shard(args[1]).data_ptr():
+                return None  # `p.data += x` has changed the shard itself before
+            raise ConfigurationError(
+                f"{_IGNORED[func]} on a parameter that is sharded: FSDP would ignore it. In fsdp, write values by "
+                "`with torch.no_grad(): p.copy_(...)` or p.mul_(...), and change gradients in on_after_gradient_update."
+            )
         self._refuse_change(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if _returns_views(func, args):
@@ -200,6 +231,12 @@ class RefusesLostChanges(TorchFunctionMode):
         return found is not None and found() is tensor
 
 
+_SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_IGNORED = {
+    _SETS_DATA: "p.data = ...",
+    Tensor.register_hook: "p.register_hook(...)",
+    Tensor.register_post_accumulate_grad_hook: "p.register_post_accumulate_grad_hook(...)",
+}
 # Functions that return views of a plain tensor.
 _VIEWS = frozenset(
     "__getitem__ select narrow chunk split split_with_sizes tensor_split unbind unfold view view_as reshape flatten "

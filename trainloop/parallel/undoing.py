@@ -1,4 +1,4 @@
-"""Undo ``fully_shard``, which torch itself has no function for, and complete its gradients and numbers.
+"""Undo ``fully_shard``, which torch itself has no function for, and complete its gradients and operations.
 
 ``fully_shard`` changes a module in place: it replaces its class and adds hooks and marks. ``fit`` must return the same
 model object without these changes. This module has all private torch names that this needs (checked in torch 2.6 to
@@ -26,9 +26,9 @@ __all__ = [
     "CompleteUnits",
     "can_undo",
     "check_cpu",
+    "correct_operations",
     "drop_gathered_gradients",
     "parameter_groups",
-    "read_whole_numbers",
     "reduce_late_gradients",
     "undo_fully_shard",
 ]
@@ -76,23 +76,38 @@ def _has(module: Any, name: str) -> bool:
     return True
 
 
-def read_whole_numbers() -> None:
-    """Make ``item()``, ``float()`` and ``bool()`` of sharded tensors those of the whole tensor. (torch 2.6 to 2.15)
+def correct_operations() -> None:
+    """Make some operations on sharded tensors those of the whole tensor. (torch 2.6 to 2.15)
 
-    torch returns this rank's part: the norm of its shard for ``p.grad.norm().item()``. This is an exchange between the
-    tensor's ranks, as other operations on sharded tensors are.
+    ``item()``, ``float()`` and ``bool()``: torch returns this rank's part, such as the norm of its shard for
+    ``p.grad.norm().item()``. This is an exchange between the tensor's ranks, like other operations on sharded tensors.
+
+    ``view_as_real`` and ``view_as_complex``, by which optimizers change complex parameters: if ranks have parts of
+    different sizes, torch gathers the tensor, and the change of the gathered copy is lost.
     """
     from torch.distributed.tensor import DTensor
 
-    reads = torch.ops.aten._local_scalar_dense.default
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[reads] = _whole_number
+    handlers[torch.ops.aten._local_scalar_dense.default] = _whole_number
+    handlers[torch.ops.aten.view_as_real.default] = _view_of_parts
+    handlers[torch.ops.aten.view_as_complex.default] = _view_of_parts
 
 
 def _whole_number(operation: Any, args: Any, kwargs: Any) -> Any:
     if not all(placement.is_replicate() for placement in args[0].placements):
         refuse_on_one_rank("item() of a sharded tensor")
     return operation(args[0].full_tensor())
+
+
+def _view_of_parts(operation: Any, args: Any, kwargs: Any) -> Any:
+    """Return ``view_as_real`` or ``view_as_complex`` as a view of this rank's part."""
+    from torch.distributed.tensor import DTensor
+
+    whole = args[0]
+    mesh, placements = whole.device_mesh, whole.placements
+    of_whole = operation(torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta"))
+    part = operation(whole.to_local())
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=of_whole.shape, stride=of_whole.stride())
 
 
 def check_cpu() -> None:

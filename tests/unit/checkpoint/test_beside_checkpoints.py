@@ -7,8 +7,9 @@ import random
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 from kit.small_loop import Net, make_loop
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from trainloop import AbstractCallback, checkpoint
 from trainloop.callbacks import ModelCheckpoint
@@ -234,6 +235,33 @@ def test_state_of_a_dataset_that_reading_changes_is_named_once(tmp_path: Path, k
     text = f"the training changes train_loader.dataset.dataset.{kind}. Checkpoints"
     assert sum(one.startswith(text) for one in found) == (kind != "none")
     assert len(found) == (kind != "none")
+
+
+class Replay(IterableDataset[Any]):
+    """Samples that a callback collects, in an object of their own."""
+
+    def __init__(self, kind: type) -> None:
+        row = (torch.zeros(8), 0)
+        self.memory = SimpleNamespace(rows=kind([row, row]), names=kind(["a"]))
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.memory.rows
+
+
+class Plays(AbstractCallback):
+    def on_epoch_begin(self) -> None:
+        memory = self.train_loop_obj.train_loader.dataset.memory
+        memory.rows.extend([(torch.ones(8), 1)] * 1001)
+        memory.names.append("b")
+
+
+@pytest.mark.parametrize("kind", [list, deque])
+def test_samples_that_the_training_collects_are_named_once(tmp_path: Path, kind: type) -> None:
+    loop = make_loop(validation=False)
+    loop.train_loader = DataLoader(Replay(kind), 500)
+    found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=[saved(tmp_path), Plays("plays")]))
+    text = "the training changes train_loader.dataset.memory.rows. Checkpoints"
+    assert [one.startswith(text) for one in found] == [True]
 
 
 calls = 0  # of functions in this module

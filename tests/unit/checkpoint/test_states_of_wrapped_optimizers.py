@@ -83,6 +83,21 @@ class ChainedWithState(Chained):
         self._take_groups()
 
 
+class Counted(optim.SGD):
+    """Has an entry in its state that belongs to no parameter, and contains tensors, as in TRAC."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), 0.1)
+        self.state["sums"] = {"squares": torch.zeros(2)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        sums = self.state["sums"]["squares"]
+        for p in self.param_groups[0]["params"]:
+            sums += p.grad.square().sum()
+            p.sub_(p.grad / sums[0].sqrt(), alpha=0.1)
+
+
 class StopsBefore(AbstractCallback):
     def __init__(self, step: int) -> None:
         super().__init__()
@@ -108,7 +123,7 @@ def fit(made: Callable[[nn.Module], optim.Optimizer], *callbacks: AbstractCallba
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("made", [Lookahead, Chained, ChainedWithState])
+@pytest.mark.parametrize("made", [Lookahead, Chained, ChainedWithState, Counted])
 @pytest.mark.parametrize("step", [3, 6])
 def test_a_run_resumes_to_the_bit(made: Callable[[nn.Module], optim.Optimizer], step: int, tmp_path: Path) -> None:
     uninterrupted = fit(made)

@@ -329,7 +329,14 @@ class AsksForClosure(DifferentiatesGradients):
     needs_closure = True
 
 
-@pytest.mark.parametrize("kind", [DifferentiatesGradients, AsksForClosure])
+class ChecksGradients(optim.SGD):
+    """Refuses gradients without a graph, as AdaHessian does."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("Gradient tensor 0 does not have grad_fn. Make sure the option create_graph is set to True.")
+
+
+@pytest.mark.parametrize("kind", [DifferentiatesGradients, AsksForClosure, ChecksGradients])
 def test_an_optimizer_that_differentiates_gradients_is_explained(kind: Any) -> None:
     loop = make_loop()
     loop.optimizer = kind(loop.model.parameters(), lr=0.1)

@@ -59,6 +59,20 @@ class Lookahead(optim.Optimizer):
                 p.copy_(slow)
 
 
+class Bare(Lookahead):
+    """As its first author wrote it: without ``defaults``, and with a state from which torch can't build it again."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__(inner)
+        del self.defaults
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"state": self.state, "alpha": self.alpha, "k": self.k}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._base_optimizer.zero_grad(set_to_none)
+
+
 class Keeps(AbstractCallback):
     """Holds what callbacks hold."""
 
@@ -85,6 +99,7 @@ def lookahead(model: nn.Module) -> optim.Optimizer:
 OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
     "LBFGS": lambda model: optim.LBFGS(model.parameters(), lr=0.1, max_iter=2),
     "Lookahead": lookahead,
+    "Lookahead without defaults": lambda model: Bare(optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),
     "SGD with momentum": lambda model: optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "AdamW": lambda model: optim.AdamW(model.parameters(), lr=0.1, amsgrad=True),
 }

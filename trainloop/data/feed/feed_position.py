@@ -10,6 +10,7 @@ from trainloop._support import rng
 from trainloop._support.user_line import warn
 from trainloop.data.loader.loader_copies import isolated_base_seed, persistent_workers
 from trainloop.data.order.orders import generators_of, kept_in_checkpoints, set_states
+from trainloop.data.source.indexed import Indexed
 from trainloop.data.source.sources import Source
 
 __all__ = ["FeedPosition"]
@@ -48,6 +49,7 @@ class FeedPosition:
         self._loaded: dict[str, Any] | None = None  # the source's position, until it is read
         self._loaded_global: dict[str, Any] | None = None  # states of the global generators, until the order is read
         self._after_item: Any = _LIVE  # the source's position after the last item, if further items were read ahead
+        self._loaded_order: list[int] | None = None  # that of the resumed epoch, until it is compared
         self._replaces_workers = False  # True if resumed from an epoch that began with persistent workers running
 
     def replace_workers(self) -> None:
@@ -62,7 +64,7 @@ class FeedPosition:
 
     def end_epoch(self, *, complete: bool) -> None:
         """End the epoch, ``complete`` or before its last item; the next epoch draws a new order."""
-        self._at_epoch_begin = self._loaded = self._loaded_global = None
+        self._at_epoch_begin = self._loaded = self._loaded_global = self._loaded_order = None
         if complete:
             self._after_item = _LIVE
 
@@ -118,6 +120,28 @@ class FeedPosition:
             )
         return False
 
+    def in_order(self, items: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Yield the items; warn if the epoch was resumed, and its sampler draws another order than before."""
+        before, self._loaded_order = self._loaded_order, None
+        first = list(islice(items, 1))
+        now = self._order()
+        if before is not None and now is not None and before[0] != now[0] and before[1:] == now[1:] and not self._rank:
+            warn(
+                f"{self._name}: the resumed run reads the samples of this epoch in another order than the run that "
+                "wrote the checkpoint, so that some of them are read twice, and others not at all. The sampler's order "
+                "depends on something that the checkpoint has from a later time, or does not have: the model, weights "
+                "that a callback sets, a generator without a seed. Let it draw the order from its epoch (set_epoch) or "
+                "from the global generators of torch, numpy or Python, give it a state_dict() and load_state_dict() "
+                "with what determines the order, or write checkpoints at the end of epochs only."
+            )
+        yield from first
+        yield from items
+
+    def _order(self) -> list[int] | None:
+        """Return a checksum of the beginning of the epoch's order, and the sizes that it depends on, if it is known."""
+        digest = self._source.order_digest if isinstance(self._source, Indexed) else None
+        return None if digest is None else [digest, self._world_size, self._source.global_batch_size or 0]
+
     def note(
         self, items: Iterator[tuple[Any, Any]], read_ahead: Callable[[Iterator[tuple[Any, Any]]], Iterator[Any]]
     ) -> Iterator[tuple[Any, Any]]:
@@ -137,6 +161,7 @@ class FeedPosition:
         begin = None if ended else self._at_epoch_begin
         states = (self._states() if begin is None else begin).captured()
         states["generators"] = kept_in_checkpoints(states["generators"], plain, self._name)
+        states["order"] = None if begin is None else self._order()
         position = self._source.position
         if self._loaded is not None or position is None:
             return {**states, "position": self._loaded}
@@ -164,6 +189,7 @@ class FeedPosition:
         # Older checkpoints contain the workers' random states here.
         self._replaces_workers = bool(state.get("workers")) and persistent_workers(self._source.loader) is None
         self._loaded = state.get("position")
+        self._loaded_order = state.get("order")
 
     def _now(self) -> Any:
         """Return the source's position; the error of the user's ``state_dict`` is returned, and raised if it counts."""

@@ -175,6 +175,8 @@ class TrainFeed:
         # One item per micro-batch; the items are grouped into steps below.
         done = skip_steps * grad_accumulation if skip_batches is None else skip_batches
         items = self._position.items(self._epoch, done)
+        if done:
+            items = self._position.in_order(items)
         if self._world_size > 1:
             items = self._checked(items)
         if self._device is not None and self._device.type != "cpu":  # on CUDA, copied during the previous step

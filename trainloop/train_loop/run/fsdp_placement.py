@@ -18,7 +18,7 @@ from trainloop._transfer.pages import evict_clean_pages, trim
 from trainloop.errors import ConfigurationError
 from trainloop.optim import inner_optimizers, own_parameters, parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
-from trainloop.parallel.misuse import RefusesLostChanges, is_of_shards
+from trainloop.parallel.misuse import RefusesLostChanges, explain_deepcopy, is_of_shards
 from trainloop.parallel.shards import (
     free,
     full_tensor,
@@ -66,10 +66,7 @@ class _Scaler(torch.amp.GradScaler):
 
 
 class _OnShards(RefusesLostChanges):
-    """Convert whole tensors to Python's and numpy's types; raise an error also for changes that FSDP ignores.
-
-    FSDP keeps its own references to the sharded parameters.
-    """
+    """Convert whole tensors to Python's and numpy's types, and refuse to pickle a shard."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in _CONVERSIONS and is_sharded(args[0]):
@@ -84,13 +81,6 @@ class _OnShards(RefusesLostChanges):
                 "tensors on all ranks, state = {k: v.full_tensor() if hasattr(v, 'full_tensor') else v for k, v in "
                 "model.state_dict().items()}, and save them on one."
             )
-        if func in _IGNORED and args and is_sharded(args[0]):
-            if func == _SETS_DATA and local_shard(args[0]).data_ptr() == local_shard(args[1]).data_ptr():
-                return None  # `p.data += x` has changed the shard itself before
-            raise ConfigurationError(
-                f"{_IGNORED[func]} on a parameter that is sharded: FSDP would ignore it. In fsdp, write values by "
-                "`with torch.no_grad(): p.copy_(...)` or p.mul_(...), and change gradients in on_after_gradient_update."
-            )
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -100,7 +90,8 @@ def _explaining_shards(what: str) -> Iterator[None]:
     try:
         with _OnShards():
             yield
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
+        explain_deepcopy(error)
         if not is_of_shards(error):
             raise
         raise ConfigurationError(
@@ -116,12 +107,6 @@ def _explaining_shards(what: str) -> Iterator[None]:
 
 
 _CONVERSIONS = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__format__)
-_SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_IGNORED = {
-    _SETS_DATA: "p.data = ...",
-    Tensor.register_hook: "p.register_hook(...)",
-    Tensor.register_post_accumulate_grad_hook: "p.register_post_accumulate_grad_hook(...)",
-}
 
 
 class ShardedPlacement(Placement):

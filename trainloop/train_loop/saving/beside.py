@@ -188,7 +188,11 @@ class Beside:
                 if id(value) in seen:
                     continue
                 is_cache = isinstance(value, (list, dict)) and hasattr(part, "__getitem__")
-                if (
+                if isinstance(value, (list, deque)) and not is_cache and any(map(_is_sample, islice(value, 10))):
+                    # Samples that the training collects, such as a replay buffer.
+                    self._add(where, [len(value), *islice(value, 2), *islice(reversed(value), 2)], "pool")
+                    self._data.add(where)
+                elif (
                     generator is not None
                     or _is_iterator(value)
                     or (name[0] != "_" and not is_cache and _is_small(value))
@@ -227,6 +231,12 @@ def _kind_of(value: Any) -> Any:
     if isinstance(value, (list, deque)):
         return "pool" if any(isinstance(item, Tensor) for item in islice(value, 10)) else None
     return value if type(value) is int else tuple(value.shape) if _is_plain_tensor(value) else None
+
+
+def _is_sample(value: Any) -> bool:
+    """Return True for a tensor or an array, and for a tuple, list or dict that contains one."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(part, (Tensor, np.ndarray)) for part in islice(parts, 10))
 
 
 def _continues(now: Any, before: Any) -> bool:

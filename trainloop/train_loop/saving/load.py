@@ -232,7 +232,7 @@ def _fit_state(optimizer: torch.optim.Optimizer) -> None:
     for p, own in optimizer.state.items():
         for key, value in own.items() if isinstance(own, dict) else ():
             if isinstance(value, StoredTensor) or (isinstance(value, torch.Tensor) and value.ndim):
-                own[key] = fitted(value, p if value.shape == p.shape else None)
+                own[key] = fitted(value, p if value.shape == getattr(p, "shape", None) else None)  # p may be a name
 
 
 def put_own_optimizer_states(loop: LoopState, everyone: list[Any]) -> None:

@@ -19,7 +19,7 @@ from trainloop._support.user_line import described_names, warn_or_print
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
-from trainloop.optim import criterion_modules, named_trained_parameters, own_parameters, parameters_of
+from trainloop.optim import criterion_modules, divides_state, named_trained_parameters, own_parameters, parameters_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import cloned_gradient, comm_hooks_of
 from trainloop.parallel.shards import bit_sums, is_sharded
@@ -183,12 +183,12 @@ class TrainedParameters:
         *,
         buffers_too: bool = False,
     ) -> None:
-        """Check that all ranks have the same weights, bit for bit. Collective; one exchange of four integers.
+        """Check that all ranks have the same weights, bit for bit. Collective; one exchange of five integers.
 
         The settings of the optimizers are compared, too, since ranks have different shards of the weights in ``fsdp``.
         The check is skipped if the user has registered a communication hook, which may let ranks differ for some time
-        (local SGD). Warn once about a callback's parameter that differs and, if ``buffers_too``, about a buffer, since
-        only rank 0's value is kept.
+        (local SGD). Warn once about a callback's parameter or an optimizer's state that differs, and about a buffer if
+        ``buffers_too``, since only rank 0's value is kept.
 
         Raises
         ------
@@ -215,17 +215,22 @@ class TrainedParameters:
         if not named and not buffers and not settings and not of_callbacks:
             return
         of_buffers, in_callbacks = bit_sums(list(buffers.values())), bit_sums(list(of_callbacks.values()))
-        compared = (settings, sums, in_callbacks, of_buffers)
+        states = _states_of(optimizers, {id(p): name for name, p in named.items()})
+        compared = (settings, sums, states, in_callbacks, of_buffers)
         digests = distributed.exchange_ints([zlib.crc32(repr(one).encode()) for one in compared])
-        if len({digest for digest, *_ in digests}) > 1:  # a cause of different weights
+        differs = [len(set(digest)) > 1 for digest in zip(*digests, strict=True)]
+        if differs[0]:  # a cause of different weights
             _raise_different(settings)
-        if len({digest for *_, digest in digests}) > 1 and not self._buffers_warned:
+        if differs[4] and not self._buffers_warned:
             self._buffers_warned = True
             self._warn_of_buffers(list(buffers), of_buffers)
-        if len({digest for *_, digest, _ in digests}) > 1 and not self._callbacks_warned:
+        if differs[3] and not self._callbacks_warned:
             self._callbacks_warned = True
             _warn_of_callbacks(list(of_callbacks), in_callbacks)
-        if len({digest for _, digest, *_ in digests}) == 1:
+        if differs[2] and not self._states_warned:
+            self._states_warned = True
+            _warn_of_states(states)
+        if not differs[1]:
             return
         everyone = distributed.exchange_ints(sums)
         name, tensor = next(
@@ -259,6 +264,7 @@ class TrainedParameters:
 
     _buffers_warned = False
     _callbacks_warned = False
+    _states_warned = False
     _unused_warned = False
 
     def _warn_of_buffers(self, names: list[str], sums: list[int]) -> None:
@@ -295,10 +301,45 @@ def _of_callbacks(callbacks: Sequence[AbstractCallback], others: set[int]) -> di
     }
 
 
-def _different(names: list[str], sums: list[int]) -> list[str]:
-    """Return the names, of rank 0, whose sums differ between ranks. Collective."""
+def _states_of(optimizers: Sequence[Any], names: dict[int, str]) -> dict[str, int]:
+    """Return checksums of the state of parameters in optimizers that are not torch's, by ``name (class)``.
+
+    In such a class, each rank may have the state of some parameters only, as in Muon, and send them to the others.
+    """
+    found: dict[str, list[Tensor]] = {}
+    for optimizer in optimizers:
+        if type(optimizer).__module__.startswith("torch.optim.") or divides_state(optimizer):
+            continue
+        for p in parameters_of(optimizer):
+            state = optimizer.state.get(p) if id(p) in names else None
+            tensors = [t for t in (state.values() if isinstance(state, dict) else ()) if _is_plain_state(t)]
+            if tensors:
+                found[f"{names[id(p)]} ({type(optimizer).__name__})"] = tensors
+    sums = iter(bit_sums([tensor for tensors in found.values() for tensor in tensors]))
+    return {name: sum(next(sums) for _ in tensors) for name, tensors in found.items()}
+
+
+def _is_plain_state(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided
+
+
+def _different(names: Iterable[str], sums: Iterable[int]) -> list[str]:
+    """Return the names, of all ranks, whose sums differ between ranks. Collective."""
     everyone = distributed.gather_object(dict(zip(names, sums, strict=True)))
-    return [name for name, value in everyone[0].items() if any(one.get(name) != value for one in everyone)]
+    known = dict.fromkeys(name for one in everyone for name in one)
+    return [name for name in known if len({one.get(name) for one in everyone}) > 1]
+
+
+def _warn_of_states(states: dict[str, int]) -> None:
+    """Warn, on rank 0, about states of optimizers that differ between ranks. Collective."""
+    odd = _different(states, states.values())
+    if odd and distributed.is_global_zero():
+        warn_or_print(
+            f"the optimizer's states of {described_names(odd)} differ between ranks. Checkpoints, and the optimizer "
+            "after fit, have those of rank 0 only, so that a resumed run, or a second fit, takes other steps. If each "
+            "rank steps a part of the parameters and sends it to the others, let all ranks step all parameters, as in "
+            "the optimizer's version for a single device: all ranks have the same gradients."
+        )
 
 
 def _warn_of_callbacks(names: list[str], sums: list[int]) -> None:

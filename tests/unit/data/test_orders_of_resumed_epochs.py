@@ -1,0 +1,69 @@
+"""An epoch that resumes in another order than it had begun in is warned of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.small_loop import make_loop
+from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
+
+from trainloop import AbstractCallback
+from trainloop.callbacks import ModelCheckpoint
+
+ORDER = "train_loader: the resumed run reads the samples of this epoch in another order"
+
+
+class ByModel(Sampler[int]):
+    """Begins with the samples that a weight of the model selects, or with those of the epoch."""
+
+    def __init__(self, model: Any, kind: str) -> None:
+        self.model, self.kind, self.epoch = model, kind, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        seed = int(self.model.fc.weight[0, 0].item() * 1e9) if self.kind == "model" else self.epoch
+        return iter(torch.randperm(40, generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+class Stops(AbstractCallback):
+    def on_batch_begin(self) -> None:
+        if self.train_loop_obj.global_step == 7 and not self.train_loop_obj.resumed:
+            raise RuntimeError("stopped")
+
+
+class Weighs(AbstractCallback):
+    """Sets the sampler's weights in the second epoch, and not when this epoch is resumed."""
+
+    def on_epoch_begin(self) -> None:
+        self.train_loop_obj.train_loader.sampler.weights = torch.arange(40.0) ** (2 * self.train_loop_obj.epoch)
+
+    def on_resume(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["model", "epoch", "weights", "shuffle"])
+def test_another_order_is_warned_of(tmp_path: Path, kind: str) -> None:
+    def fit(**arguments: Any) -> None:
+        loop = make_loop(validation=False, seed=3)
+        sampler: Any = WeightedRandomSampler([1.0] * 40, 40) if kind == "weights" else ByModel(loop.model, kind)
+        how = {"shuffle": True} if kind == "shuffle" else {"sampler": sampler}
+        loop.train_loader = DataLoader(loop.train_loader.dataset, 8, **how)
+        others = [Weighs("weighs")] if kind == "weights" else []
+        loop.fit(3, callbacks=[ModelCheckpoint(tmp_path, every_n_steps=1), Stops("stops"), *others], **arguments)
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        fit()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(resume_from="last")
+    assert sum(str(one.message).startswith(ORDER) for one in caught) == (kind in ("model", "weights"))
