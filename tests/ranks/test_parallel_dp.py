@@ -192,6 +192,9 @@ def test_what_is_no_loss_is_refused(loss: Any, message: str) -> None:
         (["one", "one"], "one"),
         ([None, None], None),
         ([[], ["a"]], ["a"]),
+        ([t(2), torch.tensor(3)], torch.tensor([0, 1, 3])),  # squeezed: one sample
+        ([[1, 2], 3], [1, 2, 3]),
+        ([np.arange(2.0), 3.0], np.array([0.0, 1.0, 3.0])),
     ],
     ids=repr,
 )
@@ -287,6 +290,22 @@ def test_dp_predicts_as_single() -> None:
     assert loss.item() == pytest.approx(model.get_loss(batch, nn.CrossEntropyLoss(), CPU).item(), abs=1e-6)
     torch.testing.assert_close(wrapper(batch[0]), model(batch[0]))
     torch.testing.assert_close(wrapper(x=batch[0]), model(batch[0]))
+
+
+class Squeezes(Net):
+    def get_predictions(self, batch_data: Any, device: Any) -> Any:
+        x, y = batch_data
+        return {"x": x[:, 0].squeeze()}, y.squeeze().tolist(), {"id": x[:, 1].squeeze()}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_that_squeeze_the_axis_of_one_row_predict_as_single(size: int, replicas: int) -> None:
+    x, y = batch_of(0, size)
+    predicted, true, metadata = TTDataParallel(Squeezes(), devices=replicas).get_predictions((x, y), CPU)
+    assert torch.as_tensor(true).tolist() == y.tolist()
+    assert torch.equal(torch.as_tensor(predicted["x"]), x[:, 0])
+    assert torch.equal(torch.as_tensor(metadata["id"]), x[:, 1])
 
 
 class Spy(Net):

@@ -408,6 +408,44 @@ def _num_rows(column: Any) -> int | None:
     return len(column) if isinstance(column, list) or is_table(column) else None
 
 
+def join_arrays(arrays: Sequence[Any], axis: int = 0) -> Any:
+    """Concatenate numpy's arrays; the masks of masked arrays are kept."""
+    masked: Any = sys.modules.get("numpy.ma")  # numpy imports it when it is first read, in 6 ms
+    has_masks = masked is not None and any(isinstance(array, masked.MaskedArray) for array in arrays)
+    return (masked if has_masks else np).concatenate(arrays, axis)
+
+
+def _lacks_rows(value: Any) -> bool:
+    """Return True for a number, or a tensor or array without an axis of rows."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return not value.ndim
+    return isinstance(value, (bool, int, float, complex, np.number, np.bool_))
+
+
+def _row(value: Any, like: Any) -> Any:
+    """Return a value that lacks rows as one row, in the form of ``like``."""
+    if isinstance(value, Tensor):
+        return value[None]
+    if isinstance(like, Tensor):
+        plain = value.item() if isinstance(value, (np.generic, np.ndarray)) else value
+        return torch.as_tensor(plain, dtype=torch.result_type(like, plain), device=like.device)[None]
+    return np.atleast_1d(value) if isinstance(like, np.ndarray) else [value]
+
+
+def with_rows(output: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the predictions of one sample with an axis of rows, if ``y_pred`` or ``y_true`` lacks it."""
+
+    def add(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: add(item) for key, item in value.items()}
+        return _row(value, value if isinstance(value, np.ndarray) else []) if _lacks_rows(value) else value
+
+    def lacks(value: Any) -> bool:
+        return any(map(lacks, value.values())) if isinstance(value, Mapping) else _lacks_rows(value)
+
+    return tuple(map(add, output)) if any(map(lacks, output[:2])) else output
+
+
 def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0) -> Any:
     """Join the predictions of a batch's parts into the predictions of the whole batch.
 
@@ -423,13 +461,17 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
         Number of samples of each part.
     dim : int
     """
+    like = next((part for part in parts if not _lacks_rows(part)), None)
+    if like is not None:  # squeeze() and tolist() remove the rows of a part with one sample
+        ones = [size == 1 and _lacks_rows(part) for part, size in zip(parts, sizes, strict=True)]
+        parts = [_row(part, like) if one else part for part, one in zip(parts, ones)]
     first = parts[0]
     if isinstance(first, Tensor):
         return _joined(torch.cat, parts, dim) if first.ndim else first
     if is_table(first):
         return join_tables(parts)
     if isinstance(first, np.ndarray):
-        return _joined(np.concatenate, parts, dim) if first.ndim else first
+        return _joined(join_arrays, parts, dim) if first.ndim else first
     if isinstance(first, MutableMapping):
         merged = copy.copy(first)
         for key in first:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainloop import MultiLoss
 from trainloop._metrics import Recorder
 from trainloop.errors import ConfigurationError
+from trainloop.parallel.scatter import combine_predictions
 from trainloop.train_loop.run.evaluating import evaluating, keep_all_batches, mean_loss, predictions
 from trainloop.train_loop.run.losses import read_loss
 from trainloop.train_loop.run.rows import join_rows, on_cpu
@@ -213,6 +214,9 @@ def test_a_number_among_rows_is_the_row_of_one_sample(batches: list[Any], joined
 def test_masked_arrays_keep_their_masks() -> None:
     joined = join_rows([np.ma.masked_equal([1, 2], 2), np.ma.masked_equal([3], 3)])
     assert joined.mask.tolist() == [False, True, True]
+    some = [np.ma.masked_equal([1, 2], 2), np.array([2])]
+    for joined in (join_rows(some), combine_predictions(some, [2, 1])):
+        assert joined.mask.tolist() == [False, True, False]
 
 
 def test_nothing_to_join() -> None:
