@@ -308,6 +308,13 @@ def test_replicas_that_squeeze_the_axis_of_one_row_predict_as_single(size: int, 
     assert torch.equal(torch.as_tensor(metadata["id"]), x[:, 1])
 
 
+def test_predictions_have_a_row_for_each_sample_in_any_dim() -> None:
+    predicted = [torch.ones(2, 3), torch.zeros(1, 3)]
+    assert parts.combine_predictions(predicted, [2, 1], dim=1).shape == (3, 3)
+    assert parts.combine_predictions([t(2), t(1)], [2, 1], dim=1).shape == (3,)
+    assert parts.combine_predictions([torch.ones(5, 2), torch.ones(5, 1)], [2, 1], dim=1).shape == (5, 3)
+
+
 class Spy(Net):
     """Writes down what a replica finds around itself."""
 

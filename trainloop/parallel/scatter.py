@@ -467,11 +467,11 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
         parts = [_row(part, like) if one else part for part, one in zip(parts, ones)]
     first = parts[0]
     if isinstance(first, Tensor):
-        return _joined(torch.cat, parts, dim) if first.ndim else first
+        return _joined(torch.cat, parts, sizes, dim) if first.ndim else first
     if is_table(first):
         return join_tables(parts)
     if isinstance(first, np.ndarray):
-        return _joined(join_arrays, parts, dim) if first.ndim else first
+        return _joined(join_arrays, parts, sizes, dim) if first.ndim else first
     if isinstance(first, MutableMapping):
         merged = copy.copy(first)
         for key in first:
@@ -493,7 +493,9 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
     return first
 
 
-def _joined(concatenate: Callable[..., Any], arrays: Sequence[Any], dim: int) -> Any:
+def _joined(concatenate: Callable[..., Any], arrays: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:
+    # Predictions have a row for each sample, even if the tensors of the batch have the samples in another dimension.
+    dim = 0 if all(len(array) == size for array, size in zip(arrays, sizes, strict=True)) else dim
     shapes = {(*array.shape[:dim], *array.shape[dim + 1 :]) for array in arrays}
     return concatenate(list(arrays), dim) if len(shapes) == 1 or dim else [row for array in arrays for row in array]
 
