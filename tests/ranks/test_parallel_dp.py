@@ -153,6 +153,8 @@ def test_a_part_without_weight_gives_no_gradient_even_if_its_loss_is_0_by_0(numb
 def test_integer_weights_divide_in_the_precision_of_the_loss() -> None:
     losses = [(torch.tensor(value, dtype=torch.float64), torch.tensor(n)) for value, n in ((1.0, 1), (2.0, 2))]
     assert parts.combine_losses(losses, [1, 2])[0].item() == 1 / 3 + 2 * (2 / 3)
+    loss, weight = parts.combine_losses([(loss, None) for loss, _ in losses], [1, 2])
+    assert (loss.item(), weight) == (1 / 3 + 2 * (2 / 3), None)
 
 
 def test_multi_losses_combine_by_name() -> None:

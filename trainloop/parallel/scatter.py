@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 from trainloop._support.nested import map_parts, map_together, parts_of, with_parts
 from trainloop._support.reduction import attach_divisor, divisor_of
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss
+from trainloop.optim import MultiLoss, check_sign
 
 # -- cutting -----------------------------------------------------------------------------------------------------------
 
@@ -261,6 +261,10 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = F
     """
     if all(isinstance(loss, tuple) and len(loss) == 2 for loss in losses):
         weights = [loss[1] for loss in losses]
+        if all(weight is None for weight in weights):  # as if get_loss had returned the loss alone
+            return combine_losses([loss[0] for loss in losses], sizes, summed), None
+        for weight in weights:
+            check_sign(weight)
         if any(isinstance(weight, Tensor) and weight.numel() != 1 for weight in weights):
             raise _wrong_loss(losses[0])
         total = sum(weights[1:], weights[0])
