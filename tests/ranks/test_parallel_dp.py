@@ -297,7 +297,7 @@ def test_dp_predicts_as_single() -> None:
 class Squeezes(Net):
     def get_predictions(self, batch_data: Any, device: Any) -> Any:
         x, y = batch_data
-        return {"x": x[:, 0].squeeze()}, y.squeeze().tolist(), {"id": x[:, 1].squeeze()}
+        return {"x": x[:, 0].squeeze()}, y.squeeze().tolist(), {"id": x[:, 1].squeeze(), "temperature": "0.5"}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
@@ -308,6 +308,13 @@ def test_replicas_that_squeeze_the_axis_of_one_row_predict_as_single(size: int, 
     assert torch.as_tensor(true).tolist() == y.tolist()
     assert torch.equal(torch.as_tensor(predicted["x"]), x[:, 0])
     assert torch.equal(torch.as_tensor(metadata["id"]), x[:, 1])
+    assert metadata["temperature"] == "0.5"
+
+
+def test_metadata_without_rows_that_differ_are_the_rows_of_parts_with_one_sample() -> None:
+    rows = [(t(1), t(1), {"id": torch.tensor(i), "const": 0.5}) for i in (3, 4)]
+    (*_, first), (*_, second) = parts.rows_of_ones(rows)
+    assert plain([first, second]) == plain([{"id": torch.tensor([i]), "const": 0.5} for i in (3, 4)])
 
 
 def test_predictions_have_a_row_for_each_sample_in_any_dim() -> None:

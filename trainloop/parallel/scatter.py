@@ -436,18 +436,31 @@ def _row(value: Any, like: Any) -> Any:
     return np.atleast_1d(value) if isinstance(like, np.ndarray) else [value]
 
 
-def with_rows(output: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the predictions of one sample with an axis of rows, if ``y_pred`` or ``y_true`` lacks it."""
+def rows_of_ones(outputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Return the predictions of parts with one sample each, with an axis of rows where ``squeeze()`` has removed it.
 
-    def add(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: add(item) for key, item in value.items()}
-        return _row(value, value if isinstance(value, np.ndarray) else []) if _lacks_rows(value) else value
+    Numbers in the metadata are rows if ``y_pred`` or ``y_true`` lacks the axis, too, or if they differ between parts.
+    """
 
     def lacks(value: Any) -> bool:
         return any(map(lacks, value.values())) if isinstance(value, Mapping) else _lacks_rows(value)
 
-    return tuple(map(add, output)) if any(map(lacks, output[:2])) else output
+    def number(value: Any) -> Any:
+        return value.item() if isinstance(value, (Tensor, np.ndarray)) else value
+
+    def add(values: Sequence[Any]) -> Sequence[Any]:
+        if all(isinstance(value, Mapping) for value in values):
+            keys = [key for key in values[0] if all(key in value for value in values)]
+            columns = {key: add([value[key] for value in values]) for key in keys}
+            return [{**value, **{key: columns[key][i] for key in keys}} for i, value in enumerate(values)]
+        if not all(map(_lacks_rows, values)):
+            return values
+        if squeezed or any(number(value) != number(values[0]) for value in values):
+            return [_row(value, value if isinstance(value, np.ndarray) else []) for value in values]
+        return values
+
+    squeezed = any(map(lacks, outputs[0][:2]))
+    return list(zip(*map(add, zip(*outputs, strict=True)), strict=True))
 
 
 def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0) -> Any:
