@@ -317,6 +317,11 @@ def test_metadata_without_rows_that_differ_are_the_rows_of_parts_with_one_sample
     assert plain([first, second]) == plain([{"id": torch.tensor([i]), "const": 0.5} for i in (3, 4)])
 
 
+def test_the_rows_of_other_arrays_are_joined() -> None:
+    given = [memoryview(b"ab"), memoryview(b"c")]  # has ndim, like a Categorical of pandas or an array of JAX
+    assert parts.combine_predictions(given, [2, 1]) == [97, 98, 99]
+
+
 def test_predictions_have_a_row_for_each_sample_in_any_dim() -> None:
     predicted = [torch.ones(2, 3), torch.zeros(1, 3)]
     assert parts.combine_predictions(predicted, [2, 1], dim=1).shape == (3, 3)

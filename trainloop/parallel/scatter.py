@@ -507,6 +507,8 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
             return tuple(row for part in parts for row in part)
         entries = [combine_predictions(entry, sizes, dim) for entry in zip(*parts, strict=True)]
         return with_parts(first, entries)
+    if getattr(first, "ndim", 0):  # an array of another library
+        return [row for part in parts for row in part]
     return first
 
 
