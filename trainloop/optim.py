@@ -321,7 +321,27 @@ def _with_weight(name: str, loss: Any) -> Tensor:
         )
     if isinstance(weight, Tensor):
         weight = weight.item() if weight.is_cpu and not torch.compiler.is_compiling() else weight.detach().reshape(())
-    return attach_divisor(loss, weight)
+    return attach_divisor(loss if weight is None else weighed(loss, weight), weight)
+
+
+def weighed(loss: Any, weight: Any) -> Any:
+    """Return a loss that counts nothing if its weight is 0, as a step of one batch doesn't divide by the weight.
+
+    Tensors aren't read: on a GPU, this would wait.
+    """
+    if isinstance(weight, Tensor):
+        return loss * (weight.detach().reshape(()) != 0)
+    check_sign(weight)
+    return loss if weight else loss * 0.0
+
+
+def check_sign(weight: Any) -> None:
+    """Raise ConfigurationError for a negative number as the weight of a loss."""
+    if isinstance(weight, (int, float, np.number)) and weight < 0:
+        raise ConfigurationError(
+            f"get_loss returned a loss with the weight {weight}. A weight is the number of units that the loss is a "
+            "mean over: 0 or more. To change the sign or the size of a loss, multiply the loss."
+        )
 
 
 def split_yielded(item: Any) -> tuple[int | str | tuple[int | str, ...] | None, Any]:

@@ -153,6 +153,8 @@ def test_a_part_without_weight_gives_no_gradient_even_if_its_loss_is_0_by_0(numb
 def test_integer_weights_divide_in_the_precision_of_the_loss() -> None:
     losses = [(torch.tensor(value, dtype=torch.float64), torch.tensor(n)) for value, n in ((1.0, 1), (2.0, 2))]
     assert parts.combine_losses(losses, [1, 2])[0].item() == 1 / 3 + 2 * (2 / 3)
+    loss, weight = parts.combine_losses([(loss, None) for loss, _ in losses], [1, 2])
+    assert (loss.item(), weight) == (1 / 3 + 2 * (2 / 3), None)
 
 
 def test_multi_losses_combine_by_name() -> None:
@@ -192,6 +194,9 @@ def test_what_is_no_loss_is_refused(loss: Any, message: str) -> None:
         (["one", "one"], "one"),
         ([None, None], None),
         ([[], ["a"]], ["a"]),
+        ([t(2), torch.tensor(3)], torch.tensor([0, 1, 3])),  # squeezed: one sample
+        ([[1, 2], 3], [1, 2, 3]),
+        ([np.arange(2.0), 3.0], np.array([0.0, 1.0, 3.0])),
     ],
     ids=repr,
 )
@@ -287,6 +292,41 @@ def test_dp_predicts_as_single() -> None:
     assert loss.item() == pytest.approx(model.get_loss(batch, nn.CrossEntropyLoss(), CPU).item(), abs=1e-6)
     torch.testing.assert_close(wrapper(batch[0]), model(batch[0]))
     torch.testing.assert_close(wrapper(x=batch[0]), model(batch[0]))
+
+
+class Squeezes(Net):
+    def get_predictions(self, batch_data: Any, device: Any) -> Any:
+        x, y = batch_data
+        return {"x": x[:, 0].squeeze()}, y.squeeze().tolist(), {"id": x[:, 1].squeeze(), "temperature": "0.5"}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_that_squeeze_the_axis_of_one_row_predict_as_single(size: int, replicas: int) -> None:
+    x, y = batch_of(0, size)
+    predicted, true, metadata = TTDataParallel(Squeezes(), devices=replicas).get_predictions((x, y), CPU)
+    assert torch.as_tensor(true).tolist() == y.tolist()
+    assert torch.equal(torch.as_tensor(predicted["x"]), x[:, 0])
+    assert torch.equal(torch.as_tensor(metadata["id"]), x[:, 1])
+    assert metadata["temperature"] == "0.5"
+
+
+def test_metadata_without_rows_that_differ_are_the_rows_of_parts_with_one_sample() -> None:
+    rows = [(t(1), t(1), {"id": torch.tensor(i), "const": 0.5}) for i in (3, 4)]
+    (*_, first), (*_, second) = parts.rows_of_ones(rows)
+    assert plain([first, second]) == plain([{"id": torch.tensor([i]), "const": 0.5} for i in (3, 4)])
+
+
+def test_the_rows_of_other_arrays_are_joined() -> None:
+    given = [memoryview(b"ab"), memoryview(b"c")]  # has ndim, like a Categorical of pandas or an array of JAX
+    assert parts.combine_predictions(given, [2, 1]) == [97, 98, 99]
+
+
+def test_predictions_have_a_row_for_each_sample_in_any_dim() -> None:
+    predicted = [torch.ones(2, 3), torch.zeros(1, 3)]
+    assert parts.combine_predictions(predicted, [2, 1], dim=1).shape == (3, 3)
+    assert parts.combine_predictions([t(2), t(1)], [2, 1], dim=1).shape == (3,)
+    assert parts.combine_predictions([torch.ones(5, 2), torch.ones(5, 1)], [2, 1], dim=1).shape == (5, 3)
 
 
 class Spy(Net):

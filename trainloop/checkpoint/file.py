@@ -428,11 +428,14 @@ def best(location: str | os.PathLike[str] | Folder, monitor: str | None = None) 
         if monitor in (None, info.monitor) and info.value is not None and info.value == info.value
     ]
     if not found or (monitor is None and len(names) > 1):
-        known = f"There are checkpoints ranked by {', '.join(map(repr, names))}" if names else "None was ranked"
+        known = "None was ranked"
+        way = "Train with ModelCheckpoint(folder, monitor=...)."
+        if names:
+            known = f"There are checkpoints ranked by {', '.join(map(repr, names))}"
+            way = f"Pass one of these names as monitor, or t{way[1:]}"
         chosen = "" if monitor is None else f" by monitor={monitor!r}"
         raise CheckpointError(
-            f"{where.location} has no single best checkpoint{chosen}. {known} (NaN does not count). Pass one of these "
-            "names as monitor, or train with ModelCheckpoint(folder, monitor=...)."
+            f"{where.location} has no single best checkpoint{chosen}. {known} (NaN does not count). {way}"
         )
     sign = 1.0 if found[-1][0].minimize else -1.0
     runs: dict[str, tuple[float, Checkpoint]] = {}  # best value and checkpoint of each run

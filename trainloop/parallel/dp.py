@@ -180,6 +180,8 @@ class TTDataParallel(Transparent, DataParallel):
             if method == "get_predictions":
                 found = [parts.as_rows(output) for output in outputs]
                 if all(isinstance(output, tuple) for output in found):  # (y_pred, y_true, metadata) are no rows
+                    if set(sizes) == {1}:
+                        found = parts.rows_of_ones(found)
                     return tuple(parts.combine_predictions(part, sizes, self.dim) for part in zip(*found, strict=True))
                 return parts.combine_predictions(found, sizes, self.dim)
             criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -432,8 +434,8 @@ class SetAttributes:
     a parameter and a mask, which the next call of ``torch.nn.utils.prune`` reads from the module). What a replica
     computes from its part of the batch is lost.
 
-    A replica is a shallow copy, but gets its own copy of a dict or list of numbers: if all replicas changed one, it
-    would count each step several times.
+    A replica is a shallow copy, but gets its own copy of a dict or list of numbers, also of a nested one: if all
+    replicas changed one, it would count each step several times.
     """
 
     def __init__(self, module: Any, replicas: list[Any]) -> None:
@@ -441,16 +443,17 @@ class SetAttributes:
         self._replicas = [_modules_of(replica) for replica in replicas]
         self._before = {path: dict(getattr(part, "__dict__", {})) for path, part in self._replicas[0].items()}
         self._containers: list[tuple[str, str, Any, Any, list[Any]]] = []  # path, name, object, its items, copies
+        copied: list[dict[int, Any]] = [{} for _ in replicas]  # one container may have several names
         for path, part in self._modules.items():
             own = getattr(part, "__dict__", {})
             for name in own.keys() - _OF_ANY_MODULE:
                 if _has_numbers(value := own[name]) and path in self._replicas[0]:
                     holders = [parts[path].__dict__ for parts in self._replicas]
-                    for held in holders:
+                    for held, memo in zip(holders, copied, strict=True):
                         if held.get(name) is value:
-                            held[name] = copy.copy(value)
+                            held[name] = copy.deepcopy(value, memo)
                     copies = [held.get(name) for held in holders]
-                    self._containers.append((path, name, value, copy.copy(value), copies))
+                    self._containers.append((path, name, value, copy.deepcopy(value), copies))
                     self._before[path].pop(name, None)
 
     def keep(self) -> list[str]:
@@ -475,30 +478,70 @@ class SetAttributes:
 
     def _keep_containers(self) -> list[str]:
         """Write the numbers of the replicas' dicts and lists into those of the module."""
-        lost = []
+        lost, done = [], set[int]()
         for path, name, value, before, copies in self._containers:
             own = [parts[path].__dict__.get(name) for parts in self._replicas]
-            if all(one == before for one in own):
-                continue
-            if all(one == own[0] for one in own) and type(own[0]) is type(value):
-                _set_items(value, own[0])
-            elif isinstance(value, list) and all(_is_longer(one, before) for one in own):
-                for one in own:  # each part's results, in order
-                    value.extend(one[len(before) :])
-            elif all(one is its_copy for one, its_copy in zip(own, copies, strict=True)):  # not a new object
+            # A new object is not among the copies.
+            if not _keep_items(value, before, own, done) and all(map(operator.is_, own, copies)):
                 lost.append(f"{path}.{name}" if path else name)
             for one in copies:  # a generator continues with them
                 if type(one) is type(value):
-                    _set_items(one, value)
+                    _set_items(one, copy.deepcopy(value))
         return lost
 
 
 _MISSING = object()  # an attribute that did not exist before; new ones are usually caches
 
 
+def _keep_items(value: Any, before: Any, own: list[Any], done: set[int]) -> bool:
+    """Write what all replicas have changed alike into ``value``, or what they append; return False if they differ."""
+    if any(type(one) is not type(value) for one in own):
+        return False
+    if all(_equal(one, before) for one in own) or id(value) in done:
+        return True
+    if all(_equal(one, own[0]) for one in own):
+        _set_items(value, own[0])
+        return True
+    done.add(id(value))
+    if isinstance(value, list):
+        are_longer = all(_equal(one[: len(before)], before) for one in own)
+        for one in own if are_longer else ():  # each part's results, in order
+            value.extend(one[len(before) :])
+        return are_longer
+    kept = True
+    for key in {key: None for one in own for key in one}:
+        items = [one.get(key, _MISSING) for one in own]
+        if all(_equal(item, items[0]) for item in items):
+            value[key] = _updated(value.get(key), items[0])
+        else:
+            is_container = isinstance(value.get(key), (dict, list))
+            kept &= is_container and _keep_items(value[key], before[key], items, done)
+    return kept
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):  # tensors or arrays of several numbers
+        return False
+
+
 def _set_items(container: Any, like: Any) -> None:
-    container.clear()
-    container.extend(like) if isinstance(container, list) else container.update(like)
+    """Give a container these items; containers in it stay the same objects."""
+    if isinstance(container, list):
+        container[:] = [*map(_updated, container, like), *like[len(container) :]]
+        return
+    for key in container.keys() - like.keys():
+        del container[key]
+    for key, item in like.items():
+        container[key] = _updated(container.get(key), item)
+
+
+def _updated(old: Any, item: Any) -> Any:
+    if type(old) is type(item) and isinstance(item, (dict, list)):
+        _set_items(old, item)
+        return old
+    return item
 
 
 def _modules_of(value: Any) -> dict[str, Any]:
@@ -507,16 +550,25 @@ def _modules_of(value: Any) -> dict[str, Any]:
 
 
 def _has_numbers(value: Any) -> bool:
-    """Return True for a dict or list of at most 1,000 numbers, such as counts, and for any Counter."""
-    if isinstance(value, Counter):
-        return True
-    if not (isinstance(value, (dict, list)) and 0 < len(value) <= 1000):
+    """Return True for a dict or list of at most 1,000 numbers, such as counts, and for any Counter.
+
+    Text and other dicts and lists may be among the numbers. An empty one may be meant for anything, except a Counter
+    and a ``defaultdict`` of numbers.
+    """
+    counts = isinstance(value, Counter) or (isinstance(value, defaultdict) and value.default_factory in (int, float))
+    leaves = list(islice(_leaves(value, 3), None if counts else 1001)) if isinstance(value, (dict, list)) else [None]
+    if not all(map(_is_plain, leaves)):
         return False
-    return all(isinstance(item, (int, float)) for item in (value.values() if isinstance(value, dict) else value))
+    return counts or (len(leaves) <= 1000 and any(isinstance(leaf, (int, float)) for leaf in leaves))
 
 
-def _is_longer(value: Any, before: list[Any]) -> bool:
-    return isinstance(value, list) and value[: len(before)] == before
+def _leaves(value: Any, depth: int) -> Iterator[Any]:
+    """Yield the items of a dict or list, and those of the dicts and lists in it."""
+    if depth and isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item, depth - 1)
+    else:
+        yield value
 
 
 def _is_plain(value: Any) -> bool:

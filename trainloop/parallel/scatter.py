@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 from trainloop._support.nested import map_parts, map_together, parts_of, with_parts
 from trainloop._support.reduction import attach_divisor, divisor_of
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss
+from trainloop.optim import MultiLoss, check_sign
 
 # -- cutting -----------------------------------------------------------------------------------------------------------
 
@@ -261,6 +261,10 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = F
     """
     if all(isinstance(loss, tuple) and len(loss) == 2 for loss in losses):
         weights = [loss[1] for loss in losses]
+        if all(weight is None for weight in weights):  # as if get_loss had returned the loss alone
+            return combine_losses([loss[0] for loss in losses], sizes, summed), None
+        for weight in weights:
+            check_sign(weight)
         if any(isinstance(weight, Tensor) and weight.numel() != 1 for weight in weights):
             raise _wrong_loss(losses[0])
         total = sum(weights[1:], weights[0])
@@ -408,6 +412,57 @@ def _num_rows(column: Any) -> int | None:
     return len(column) if isinstance(column, list) or is_table(column) else None
 
 
+def join_arrays(arrays: Sequence[Any], axis: int = 0) -> Any:
+    """Concatenate numpy's arrays; the masks of masked arrays are kept."""
+    masked: Any = sys.modules.get("numpy.ma")  # numpy imports it when it is first read, in 6 ms
+    has_masks = masked is not None and any(isinstance(array, masked.MaskedArray) for array in arrays)
+    return (masked if has_masks else np).concatenate(arrays, axis)
+
+
+def _lacks_rows(value: Any) -> bool:
+    """Return True for a number, or a tensor or array without an axis of rows."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return not value.ndim
+    return isinstance(value, (bool, int, float, complex, np.number, np.bool_))
+
+
+def _row(value: Any, like: Any) -> Any:
+    """Return a value that lacks rows as one row, in the form of ``like``."""
+    if isinstance(value, Tensor):
+        return value[None]
+    if isinstance(like, Tensor):
+        plain = value.item() if isinstance(value, (np.generic, np.ndarray)) else value
+        return torch.as_tensor(plain, dtype=torch.result_type(like, plain), device=like.device)[None]
+    return np.atleast_1d(value) if isinstance(like, np.ndarray) else [value]
+
+
+def rows_of_ones(outputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Return the predictions of parts with one sample each, with an axis of rows where ``squeeze()`` has removed it.
+
+    Numbers in the metadata are rows if ``y_pred`` or ``y_true`` lacks the axis, too, or if they differ between parts.
+    """
+
+    def lacks(value: Any) -> bool:
+        return any(map(lacks, value.values())) if isinstance(value, Mapping) else _lacks_rows(value)
+
+    def number(value: Any) -> Any:
+        return value.item() if isinstance(value, (Tensor, np.ndarray)) else value
+
+    def add(values: Sequence[Any]) -> Sequence[Any]:
+        if all(isinstance(value, Mapping) for value in values):
+            keys = [key for key in values[0] if all(key in value for value in values)]
+            columns = {key: add([value[key] for value in values]) for key in keys}
+            return [{**value, **{key: columns[key][i] for key in keys}} for i, value in enumerate(values)]
+        if not all(map(_lacks_rows, values)):
+            return values
+        if squeezed or any(number(value) != number(values[0]) for value in values):
+            return [_row(value, value if isinstance(value, np.ndarray) else []) for value in values]
+        return values
+
+    squeezed = any(map(lacks, outputs[0][:2]))
+    return list(zip(*map(add, zip(*outputs, strict=True)), strict=True))
+
+
 def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0) -> Any:
     """Join the predictions of a batch's parts into the predictions of the whole batch.
 
@@ -423,13 +478,17 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
         Number of samples of each part.
     dim : int
     """
+    like = next((part for part in parts if not _lacks_rows(part)), None)
+    if like is not None:  # squeeze() and tolist() remove the rows of a part with one sample
+        ones = [size == 1 and _lacks_rows(part) for part, size in zip(parts, sizes, strict=True)]
+        parts = [_row(part, like) if one else part for part, one in zip(parts, ones)]
     first = parts[0]
     if isinstance(first, Tensor):
-        return _joined(torch.cat, parts, dim) if first.ndim else first
+        return _joined(torch.cat, parts, sizes, dim) if first.ndim else first
     if is_table(first):
         return join_tables(parts)
     if isinstance(first, np.ndarray):
-        return _joined(np.concatenate, parts, dim) if first.ndim else first
+        return _joined(join_arrays, parts, sizes, dim) if first.ndim else first
     if isinstance(first, MutableMapping):
         merged = copy.copy(first)
         for key in first:
@@ -448,10 +507,14 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
             return tuple(row for part in parts for row in part)
         entries = [combine_predictions(entry, sizes, dim) for entry in zip(*parts, strict=True)]
         return with_parts(first, entries)
+    if getattr(first, "ndim", 0):  # an array of another library
+        return [row for part in parts for row in part]
     return first
 
 
-def _joined(concatenate: Callable[..., Any], arrays: Sequence[Any], dim: int) -> Any:
+def _joined(concatenate: Callable[..., Any], arrays: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:
+    # Predictions have a row for each sample, even if the tensors of the batch have the samples in another dimension.
+    dim = 0 if all(len(array) == size for array, size in zip(arrays, sizes, strict=True)) else dim
     shapes = {(*array.shape[:dim], *array.shape[dim + 1 :]) for array in arrays}
     return concatenate(list(arrays), dim) if len(shapes) == 1 or dim else [row for array in arrays for row in array]
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trainloop import MultiLoss
 from trainloop._metrics import Recorder
 from trainloop.errors import ConfigurationError
+from trainloop.parallel.scatter import combine_predictions
 from trainloop.train_loop.run.evaluating import evaluating, keep_all_batches, mean_loss, predictions
 from trainloop.train_loop.run.losses import read_loss
 from trainloop.train_loop.run.rows import join_rows, on_cpu
@@ -82,9 +83,10 @@ def test_no_samples_is_an_error() -> None:
             r"with a tensor of shape \(4, 2\) as the weight. .* store it in an attr",
         ),
         ((torch.tensor(1.0), {"tokens": 3}), r"with a dict as the weight. The weight must be a number or a 0-d tensor"),
+        ((torch.tensor(1.0), -1), r"get_loss returned a loss with the weight -1. A weight is .*: 0 or more"),
         (torch.ones(4), r"get_loss returned a tensor of shape \(4,\). Return a 0-d loss, for example its .mean\(\)."),
     ],
-    ids=["number", "nothing", "number and weight", "tuple", "output", "dict", "unreduced"],
+    ids=["number", "nothing", "number and weight", "tuple", "output", "dict", "negative", "unreduced"],
 )
 def test_what_is_no_loss(output: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -213,6 +215,9 @@ def test_a_number_among_rows_is_the_row_of_one_sample(batches: list[Any], joined
 def test_masked_arrays_keep_their_masks() -> None:
     joined = join_rows([np.ma.masked_equal([1, 2], 2), np.ma.masked_equal([3], 3)])
     assert joined.mask.tolist() == [False, True, True]
+    some = [np.ma.masked_equal([1, 2], 2), np.array([2])]
+    for joined in (join_rows(some), combine_predictions(some, [2, 1])):
+        assert joined.mask.tolist() == [False, True, False]
 
 
 def test_nothing_to_join() -> None:

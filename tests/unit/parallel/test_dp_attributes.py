@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -73,6 +73,22 @@ class CountsInContainers(Net):
         loss = super().get_loss(batch_data, criterion, device)
         self.losses.append(float(batch_data[0].sum()))
         return loss * min(1.0, self.counts["steps"] / 6)
+
+
+class CountsInNestedContainers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: dict[str, Any] = {"name": "a", "train": {"steps": 0, "by_kind": {}}, "sums": [0.0]}
+        self.in_train, self.sums = self.state["train"], self.state["sums"]
+        self.kinds: defaultdict[str, int] = defaultdict(int)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        train = self.state["train"]
+        self.in_train["steps"] += 1
+        train["by_kind"]["a"] = train["by_kind"].get("a", 0) + 1
+        self.state["sums"].append(float(batch_data[0].sum()))
+        self.kinds["a"] += 1
+        return super().get_loss(batch_data, criterion, device) * min(1.0, train["steps"] / 6)
 
 
 class SumsInADict(Net):
@@ -192,6 +208,17 @@ def test_a_count_of_steps_in_a_dict_is_that_of_one_process() -> None:
     assert other.same_counts is other.counts
     parts = other.losses[1:]  # of each part, as in nn.DataParallel
     assert [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)] == pytest.approx(one.losses[1:])
+    torch.testing.assert_close(other.layer.weight, one.layer.weight, rtol=1e-12, atol=1e-12)
+
+
+def test_counts_in_nested_dicts_are_those_of_one_process() -> None:
+    (one, _), (other, said) = trained(CountsInNestedContainers(), 0), trained(CountsInNestedContainers(), 2)
+    assert said == []
+    sums = other.state.pop("sums")[1:]
+    assert [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)] == pytest.approx(one.state.pop("sums")[1:])
+    assert (other.state, other.kinds) == (one.state, one.kinds)
+    assert one.state["train"] == {"steps": 16, "by_kind": {"a": 16}}
+    assert other.in_train is other.state["train"]
     torch.testing.assert_close(other.layer.weight, one.layer.weight, rtol=1e-12, atol=1e-12)
 
 

@@ -105,6 +105,7 @@ def test_without_retaining_a_shared_graph_is_gone() -> None:
         (({"a": 0.5},), r"loss_dict\['a'\]=0.5: must be a 0-d tensor, like the result of a criterion, or \(loss, w"),
         (({"a": (0.5, 3)},), r"loss_dict\['a'\]=\(0.5, 3\): must be a 0-d tensor"),
         (({"a": (torch.tensor(0.0), torch.ones(2))},), r"where weight is a number or a 0-d tensor"),
+        (({"a": (torch.tensor(0.0), -2)},), r"a loss with the weight -2. A weight is the number of units"),
         (
             ({"a": (torch.tensor(0.0), "3")},),
             r"loss_dict\['a'\]=\(tensor\(0.\), '3'\): .*where weight is a number",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.columns_model import chunks, make_model
 from kit.small_loop import Net, make_loop
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -24,6 +25,7 @@ from trainloop.callbacks import (
     StochasticWeightAveraging,
     WeightAverage,
 )
+from trainloop.data import SplitBatches
 from trainloop.errors import ConfigurationError
 
 
@@ -292,3 +294,15 @@ def test_epoch_counts_an_unfinished_epoch_between_pieces_and_is_its_index_within
         after.append(tl.epoch)
     assert after == [1, 1, 2]
     assert seen == [0] * 7 + [1] * 2
+
+
+def test_a_piece_continues_with_the_state_that_the_model_carries() -> None:
+    found = []
+    for pieces in ((14,), (3, 2, 5, 4)):  # an epoch has 7 chunks
+        model = make_model()
+        sgd, data = optim.SGD(model.parameters(), lr=0.5), SplitBatches(chunks(7, 33), dim=1)
+        tl = TrainLoop(model, data, None, None, sgd, nn.CrossEntropyLoss(), accelerator="cpu", progress_bar=False)
+        for number in pieces:
+            tl.fit(num_iterations=number)
+        found.append([tl.history.to_dict(), *(p.tolist() for p in model.parameters())])
+    assert found[0] == found[1]

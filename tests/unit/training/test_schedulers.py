@@ -230,13 +230,13 @@ def test_each_optimizer_has_its_own() -> None:
     assert [group["lr"] for group in both.param_groups] == [0.05, 0.025]
 
 
-@pytest.mark.parametrize("index", [None, 2, -1])
-def test_which_optimizer_must_be_told(index: int | None) -> None:
+@pytest.mark.parametrize("index", [None, 2, -1, "decoder"])
+def test_which_optimizer_must_be_told(index: Any) -> None:
     model, both = two_optimizers()
     words = (
         "the loop has 2 optimizers. Choose one"
         if index is None
-        else f"optimizer_idx={index}: must be the index of one of the loop's optimizers (0 to 1)"
+        else f"optimizer_idx={index!r}: must be the index of one of the loop's optimizers (0 to 1)"
     )
     with pytest.raises(ConfigurationError) as error:
         make_loop(model, optimizer=both).fit(

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
-from trainloop import TrainLoop, TTModel
+from trainloop import MultiLoss, TrainLoop, TTModel
 
 
 class Tagger(TTModel):
@@ -108,6 +108,28 @@ def test_gradients_are_not_multiplied_by_one(ignored: int, multiplications: int)
     with InPlace() as found:
         loop.fit(num_epochs=1, grad_accumulation=3)
     assert found.count == multiplications * len(list(model.parameters()))
+
+
+class WeighsNothing(Net):
+    form = "pair"
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        loss = super().get_loss(batch_data, criterion, device)
+        if self.form == "parts":
+            return MultiLoss({"a": (loss, 0), "b": (loss.square(), torch.tensor(0))})
+        return loss, torch.tensor([0.0]) if self.form == "tensor" else 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("form", ["pair", "tensor", "parts"])
+def test_a_batch_of_weight_0_has_no_gradient(form: str, accumulation: int) -> None:
+    model = WeighsNothing()
+    model.form = form
+    before = copy.deepcopy(model.state_dict())
+    sgd = optim.SGD(model.parameters(), 0.1)
+    loop = TrainLoop(model, DataLoader(make_data(), 16), None, None, sgd, nn.CrossEntropyLoss(), accelerator="cpu")
+    loop.fit(num_epochs=1, grad_accumulation=accumulation)
+    assert reference.identical(model.state_dict(), before)
 
 
 class Bag(Tagger):

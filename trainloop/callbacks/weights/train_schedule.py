@@ -21,6 +21,7 @@ from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import count_of
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Monitor
+from trainloop.devices import whole_number
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import MultiOptimizer, optimizers_of
 
@@ -169,8 +170,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         self.factory_kwargs = kwargs
         self.interval = interval
         self.monitor = monitor
-        self.optimizer_idx = optimizer_idx
-        self.state_key = "" if not isinstance(optimizer_idx, int) else f"optimizer {optimizer_idx}"
+        index = whole_number(optimizer_idx)
+        self.optimizer_idx = optimizer_idx if index is None else index
+        self.state_key = "" if index is None else f"optimizer {index}"
         self.frequency = count_of("LRScheduler", "frequency", frequency)
         self._count = 0
         self._groups = 0  # of the optimizer, when the scheduler was made; 0 before
@@ -310,9 +312,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                 f"LRScheduler: the loop has {len(optimizers)} optimizers. Choose one with optimizer_idx=0 to "
                 f"{len(optimizers) - 1}, and pass a separate LRScheduler for each optimizer that needs one."
             )
-        if not 0 <= (chosen or 0) < len(optimizers):
+        if chosen is not None and not (isinstance(chosen, int) and 0 <= chosen < len(optimizers)):
             raise ConfigurationError(
-                f"LRScheduler: optimizer_idx={chosen}: must be the index of one of the loop's optimizers (0 to "
+                f"LRScheduler: optimizer_idx={chosen!r}: must be the index of one of the loop's optimizers (0 to "
                 f"{len(optimizers) - 1})."
             )
         return optimizers[chosen or 0]

@@ -226,7 +226,8 @@ class ExponentialMovingAverage(WeightAverage):
         After each epoch, compute the average's loss on the validation set, and record it as ``ema_val_loss``; the parts
         of a ``MultiLoss`` are ``ema_val_loss_<name>``.
     apply_on_train_end : bool
-        Leave the averaged weights in the model when training ends. A second ``fit`` continues from the trained weights,
+        Leave the averaged weights in the model when training ends, after the evaluation of the test set. (For the
+        average, call ``tl.evaluate(test_loader)`` after ``fit``.) A second ``fit`` continues from the trained weights,
         not from the average, unless you change the model in between.
 
     Raises
@@ -394,8 +395,9 @@ class StochasticWeightAveraging(WeightAverage):
         At the end, recompute BatchNorm statistics with a pass over the training set. If False, the model keeps the
         statistics of the last trained weights.
     apply_on_train_end : bool
-        Leave the average in the model when training ends. A second ``fit`` continues from the trained weights, and
-        continues the average.
+        Leave the average in the model when training ends, after the evaluation of the test set. (For the average, call
+        ``tl.evaluate(test_loader)`` after ``fit``.) A second ``fit`` continues from the trained weights, and continues
+        the average.
 
     Raises
     ------

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainloop._support.reduction import divisor_of
 from trainloop.data.batch.batches import note_batch
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, split_yielded
+from trainloop.optim import MultiLoss, split_yielded, weighed
 from trainloop.parallel.misuse import explain_sharded, used_outside_of_forward
 from trainloop.parallel.shards import is_sharded
 
@@ -80,7 +80,7 @@ def read_loss(output: Any, size: int, sums: Callable[[Any], bool] | None = None)
     else:
         loss, weight = split_loss(output)
         if weight is not None:
-            return BatchLoss(loss, weight, True)
+            return BatchLoss(weighed(loss, weight), weight, True)
     is_sum = sums is not None and sums(loss)
     units = divisor_of(loss) if isinstance(loss, Tensor) else weights_of_parts(loss)
     return BatchLoss(loss, units, False, is_sum)

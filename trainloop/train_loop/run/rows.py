@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from trainloop._support.nested import map_parts, map_together, parts_of
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.scatter import are_columns, are_rows, as_rows, is_table, join_tables
+from trainloop.parallel.scatter import are_columns, are_rows, as_rows, is_table, join_arrays, join_tables
 
 __all__ = [
     "Predictions",
@@ -29,15 +28,11 @@ __all__ = [
 Predictions = tuple[Any, Any, Any]
 
 
-@functools.cache
-def _array_kinds() -> list[tuple[type, Callable[[Any], Any], Callable[[Any], Any]]]:
-    """Return the kinds of arrays whose rows are joined: type, how to add the axis of rows, how to concatenate."""
-    # Not a constant: numpy.ma is imported when it is first read, in 6 ms.
-    return [
-        (Tensor, torch.atleast_1d, torch.cat),
-        (np.ma.MaskedArray, np.ma.atleast_1d, np.ma.concatenate),
-        (np.ndarray, np.atleast_1d, np.concatenate),
-    ]
+# Kinds of arrays whose rows are joined: type, how to add the axis of rows, how to concatenate.
+_ARRAY_KINDS: list[tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = [
+    (Tensor, torch.atleast_1d, torch.cat),
+    (np.ndarray, np.atleast_1d, join_arrays),
+]
 
 
 def check_rows(output: Any, size: int) -> Predictions:
@@ -187,7 +182,7 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
     first = batches[0]
     if all(batch is None for batch in batches):
         return None
-    for kind, with_rows, concatenate in _array_kinds():
+    for kind, with_rows, concatenate in _ARRAY_KINDS:
         some: Any = next((batch for batch in batches if isinstance(batch, kind)), None)
         numeric = isinstance(some, Tensor) or (some is not None and some.dtype.kind in "biufcO")
         if some is not None and all(isinstance(batch, kind) or (numeric and _is_number(batch)) for batch in batches):

@@ -273,7 +273,7 @@ class TrainedParameters:
         if distributed.is_global_zero():
             warn_or_print(
                 f"get_loss has changed {described_names(odd)} differently on each rank, as each has a part of the "
-                "samples. Rank 0's buffers replace those of all ranks before each forward (a criterion's: at the end), "
+                "samples. Rank 0's buffers replace those of all ranks before each step (a criterion's: at the end), "
                 "so the other ranks' changes are lost. Gather what changes them, self.all_gather(values, concat=True), "
                 "so that all ranks make the same change. If each rank should have its own values, use plain attributes "
                 "(see carried_state)."
@@ -431,7 +431,7 @@ def _raise_unequal_buffers(everyone: list[dict[str, tuple[int, ...]]]) -> None:
             if shapes.get(name, shape) != shape:
                 raise ConfigurationError(
                     f"the buffer {name} has shape {shape} on rank 0, but {shapes[name]} on rank {rank}. Rank 0's "
-                    "buffers replace those of all ranks before each forward pass. Keep a state with one row per sample "
+                    "buffers replace those of all ranks before each step. Keep a state with one row per sample "
                     "in a plain attribute, not in a buffer, reset it in a callback's on_epoch_begin, or (in ddp) pass "
                     "ddp_model_args={'broadcast_buffers': False}."
                 )

@@ -14,6 +14,7 @@ loss several times, and for a ``get_loss`` that yields its losses.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import operator
@@ -29,6 +30,7 @@ from torch import Tensor
 from trainloop import distributed
 from trainloop._launch.failures import described
 from trainloop._metrics import LateRead, Recorder
+from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop._support.reduction import ClassLosses, FunctionCall, functional_losses
 from trainloop._support.signals import names_of, status_of
 from trainloop._support.stopping import EARLY_STOP, END_EPOCH, INTERRUPT, StopAgreement
@@ -486,6 +488,8 @@ class Training(Run):
         if self._beside is None and (self.parallel or self._writes()):
             self._saved = saved_names(loop) if self._writes() else None
             self._beside = Beside(loop, self._saved)
+        # In ranks, the cut has each rank's state. A hook resets it, but this epoch continues.
+        carried = None if self.parallel or self._cut is None else copy.deepcopy(carried_state_of(loop.model))
         if self.skip_steps == 0:
             self.epoch_steps = self.epoch_batches = 0
             self.recorder.between_steps(loop.global_step + 1)
@@ -513,6 +517,8 @@ class Training(Run):
         if self._cut is not None:
             cut, self._cut = self._cut, None
             if cut_epochs.load_cut(self, cut):
+                if carried:
+                    load_carried_state(loop.model, [carried], 0, 1)
                 self._report_begin(f"continued in epoch {loop.epoch + 1}, after step {loop.global_step}")
         # A resumed epoch continues the count after the steps that it skips.
         skip, self.skip_steps, self.epoch_steps = self.skip_steps, 0, self.skip_steps
