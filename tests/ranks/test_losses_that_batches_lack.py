@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import MultiLoss, TrainLoop, TTModel
 from trainloop.errors import WorkerFailedError
+from trainloop.optim import MultiOptimizer
 
 EPOCHS = 2
 Losses = dict[str, tuple[Tensor, int | None]]
@@ -155,3 +156,67 @@ def test_a_function_of_classes_that_only_one_rank_calls_later(mode: Any) -> None
         (total / whole).backward()
         optimizer.step()
     torch.testing.assert_close(trained, list(reference.parameters()), rtol=0, atol=1e-12)
+
+
+class TwoOptimizers(Tasks):
+    """Losses of two optimizers, of which a batch may have those of one only."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))  # not sharded in fsdp
+
+    def losses(self, x: Tensor, y: Tensor, task: int) -> Losses:
+        out = self.net(x) * self.scale
+        units = int((y != -100).sum()) if self.kind == "own weights" else None
+        classes = functional.cross_entropy(out, y, reduction="sum") / 4 if units is None else None
+        body: Losses = {"body": ((out**2).mean(), None)}
+        head: Losses = {"head": (functional.cross_entropy(out, y) if classes is None else classes, units)}
+        return body if task == 0 else {**body, **head} if task == 1 else head
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y, task = batch_data
+        return MultiLoss({name: loss for name, (loss, _) in self.losses(x, y, int(task[0])).items()})
+
+    def optimizers(self) -> dict[str, optim.Optimizer]:
+        # Their decay changes parameters whose gradients are zeros, rather than None.
+        parts = {"body": [*self.net[0].parameters(), self.scale], "head": [*self.net[2].parameters()]}
+        return {name: optim.AdamW(own, lr=0.05, weight_decay=0.1) for name, own in parts.items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["own weights", "means"])
+@pytest.mark.parametrize("mode, accumulation, length", [("ddp", 1, 48), ("fsdp", 1, 48), ("fsdp", 2, 45)])
+def test_batches_that_lack_the_losses_of_an_optimizer(kind: str, mode: Any, accumulation: int, length: int) -> None:
+    data, model, reference = _data(length, tasks=3), TwoOptimizers(kind), TwoOptimizers(kind)
+    loop = TrainLoop(
+        model,
+        DataLoader(data, 4),
+        optimizer=MultiOptimizer(model.optimizers()),
+        gpu_mode=mode,
+        devices=2,
+        accelerator="cpu",
+        progress_bar=False,
+        timeout=60,
+    )
+    loop.fit(num_epochs=EPOCHS, grad_accumulation=accumulation)
+    optimizers = reference.optimizers()
+    for first in list(range(0, length, 8 * accumulation)) * EPOCHS:
+        of_ranks = [range(length)[first + rank : first + 8 * accumulation : 2] for rank in range(2)]
+        step = [data[list(own[i : i + 4])] for own in of_ranks for i in range(0, len(own), 4)]
+        losses = [reference.losses(x, y, int(task[0])) for x, y, task in step]
+        for name, optimizer in optimizers.items():
+            optimizer.zero_grad()
+            having = [
+                (each[name][0], len(x) if each[name][1] is None else each[name][1])
+                for each, (x, _, _) in zip(losses, step, strict=True)
+                if name in each
+            ]
+            own_units = kind == "own weights" and name == "head"
+            whole = sum(units for _, units in having) if own_units else sum(len(x) for x, _, _ in step)
+            if having:
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                total = torch.stack([loss * units for loss, units in having]).sum() / whole
+                total.backward(inputs=parameters, retain_graph=True)
+        for optimizer in optimizers.values():
+            optimizer.step()
+    torch.testing.assert_close(list(model.parameters()), list(reference.parameters()), rtol=0, atol=1e-9)

@@ -104,3 +104,11 @@ def test_ranks_that_run_other_units_are_an_error_before_the_step(tmp_path: Path)
     with pytest.raises(WorkerFailedError, match=r"depend on heads\.0\.bias, .*'shard': \[Block\]\}"):
         _trained(Heads("units"), _data(48), 2, 1, [ModelCheckpoint(tmp_path)])
     assert not list(tmp_path.glob("checkpoint*"))
+
+
+def test_ranks_that_run_units_in_another_order_are_an_error() -> None:
+    rows = torch.arange(32, device="cpu")
+    rank, batch = rows % 2, rows // 2 // SIZE
+    data = TensorDataset(_data(32).tensors[0], (rank + batch) % 2 == 0)  # in each step, each rank uses both heads
+    with pytest.raises(WorkerFailedError, match=r"in another order than those of other ranks, .*'shard': \[Block\]\}"):
+        _trained(Heads("units"), data, 2, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -389,6 +390,20 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             for group in groups:
                 group.reshard_after_backward = True
 
+    @contextmanager
+    def reaching(self, shards: set[int]) -> Iterator[None]:
+        """Within, a backward reaches only these shards, by ``id``: the gradients of others are not kept."""
+        complete = self._tt_complete
+        if complete is None:
+            yield
+            return
+        before = complete.counted
+        complete.counted = shards if before is None else shards & before
+        try:
+            yield
+        finally:
+            complete.counted = before
+
     def complete_units(self) -> None:
         """From now on, let ranks' losses depend on different parameters of a unit.
 
@@ -403,30 +418,38 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         Raises
         ------
         ConfigurationError
-            If some ranks' losses depend on a unit, and others' do not. The message names parameters.
+            If some ranks' losses depend on a unit, and others' do not, or on units in another order. The message names
+            parameters.
         """
         assert self._tt_complete is not None
-        mine = self._tt_complete.take_reached()
+        mine, order = self._tt_complete.take_reached()
         shards = [p for p in parameters if is_sharded(p)]
         reached = [id(p) in mine for p in shards]
         units = [{id(p.sharded_param) for p in group.fsdp_params} for group in self._tt_groups]
-        runs = [not mine.isdisjoint(unit) for unit in units]
-        flags = torch.tensor([*reached, *runs, *(not one for one in runs)], dtype=torch.int32, device="cpu")
+        runs = [i in order for i in range(len(units))]
+        digest = zlib.crc32(repr(order).encode())
+        numbers = [*reached, *runs, *(not one for one in runs), digest, -digest]
+        flags = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=cpu_group())
-        told = flags.tolist()
+        *told, highest, lowest = flags.tolist()
         for p, anywhere in zip(shards, told[: len(shards)], strict=True):
             if not anywhere:
                 p.grad = None
         some, others = told[len(shards) : -len(units)], told[-len(units) :]
         odd = [unit for unit, one, other in zip(units, some, others, strict=True) if one and other]
+        what = ""
         if odd:
             names = [self._tt_names.get(key, "a parameter") for unit in odd for key in unit]
+            what = f"depend on {described_names(sorted(names))}, and those of other ranks on no parameter of this unit"
+        elif highest != -lowest:
+            what = "depend on the model's units in another order than those of other ranks"
+        if what:
             raise ConfigurationError(
-                f"gpu_mode='fsdp': the losses of some ranks depend on {described_names(sorted(names))}, and those of "
-                "other ranks on no parameter of this unit, so that ranks have exchanged different units. Let each loss "
-                "depend on it, for example by adding 0 * self.head(x).sum() for a head that a batch does not use. Or "
-                "make it part of the root unit by fit(fsdp_model_args={'shard': [Block]}), with the classes of the "
-                "other units, [] for none. Or use gpu_mode='ddp', ddp_model_args={'find_unused_parameters': True}."
+                f"gpu_mode='fsdp': the losses of some ranks {what}, so that ranks have exchanged different units. Let "
+                "each loss depend on all units, called in the same order: call each head, for example, and add 0 * "
+                "out.sum() for a head that a batch does not use. Or make them part of the root unit by "
+                "fit(fsdp_model_args={'shard': [Block]}), with the classes of the other units, [] for none. Or use "
+                "gpu_mode='ddp', ddp_model_args={'find_unused_parameters': True}."
             )
 
     def watch_forwards(self, number: int) -> None:

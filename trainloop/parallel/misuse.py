@@ -552,8 +552,8 @@ def _modules_of(value: Any) -> dict[str, Any]:
 def _has_numbers(value: Any) -> bool:
     """Return True for a dict or list of at most 1,000 numbers, such as counts, and for any Counter.
 
-    Text and other dicts and lists may be among the numbers. An empty one may be meant for anything, except a Counter
-    and a ``defaultdict`` of numbers.
+    Text, tuples and other dicts and lists may be among the numbers. An empty one may be meant for anything, except a
+    Counter and a ``defaultdict`` of numbers.
     """
     counts = isinstance(value, Counter) or (isinstance(value, defaultdict) and value.default_factory in (int, float))
     leaves = list(islice(_leaves(value, 3), None if counts else 1001)) if isinstance(value, (dict, list)) else [None]
@@ -563,10 +563,12 @@ def _has_numbers(value: Any) -> bool:
 
 
 def _leaves(value: Any, depth: int) -> Iterator[Any]:
-    """Yield the items of a dict or list, and those of the dicts and lists in it."""
+    """Yield the items of a dict or list, and those of the dicts, lists and tuples in it."""
     if depth and isinstance(value, (dict, list)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _leaves(item, depth - 1)
+    elif isinstance(value, tuple):
+        yield from value
     else:
         yield value
 

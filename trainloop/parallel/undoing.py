@@ -207,20 +207,27 @@ class CompleteUnits:
 
     def __init__(self, groups: list[Any]) -> None:
         self.inside_forward = False
+        self.counted: set[int] | None = None
+        """``id`` of each shard whose gradients are kept from the present backward; ``None`` for all."""
         self._reached: set[int] = set()
-        for group in groups:
-            group.post_backward = partial(self._post_backward, group, group.post_backward)
+        self._order: list[int] = []
+        for i, group in enumerate(groups):
+            group.post_backward = partial(self._post_backward, group, i, group.post_backward)
 
-    def take_reached(self) -> set[int]:
-        """Return the ``id`` of each shard that backward passes have reached on this rank since the last call."""
-        reached, self._reached = self._reached, set()
-        return reached
+    def take_reached(self) -> tuple[set[int], list[int]]:
+        """Return what backward passes have reached on this rank since the last call.
 
-    def _post_backward(self, group: Any, post_backward: Callable[..., None], *args: Any) -> None:
+        That is the ``id`` of each shard, and the index of each unit in the order of the exchanges.
+        """
+        found, self._reached, self._order = (self._reached, self._order), set(), []
+        return found
+
+    def _post_backward(self, group: Any, index: int, post_backward: Callable[..., None], *args: Any) -> None:
         if not self.inside_forward and group.reduce_grads:
             trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
             reached = {id(p.sharded_param) for p in trained if _has_gradient(p)}
-            self._reached |= reached
+            self._reached |= reached if self.counted is None else reached & self.counted
+            self._order += [index] if reached else []
             for p in trained if reached else ():
                 if id(p.sharded_param) not in reached:
                     p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)

@@ -78,7 +78,7 @@ class CountsInContainers(Net):
 class CountsInNestedContainers(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.state: dict[str, Any] = {"name": "a", "train": {"steps": 0, "by_kind": {}}, "sums": [0.0]}
+        self.state: dict[str, Any] = {"name": "a", "train": {"steps": 0, "by_kind": {}}, "sums": [0.0], "size": (1, 2)}
         self.in_train, self.sums = self.state["train"], self.state["sums"]
         self.kinds: defaultdict[str, int] = defaultdict(int)
 

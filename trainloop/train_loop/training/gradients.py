@@ -94,12 +94,14 @@ class Gradients:
         self.ranks = loop.world_size if run.parallel else 1
         self.scales = place.scaler.is_enabled()
         """True if losses are multiplied by AMP's scale."""
+        self._exchanges = place.collective and self.ranks > 1
+        """True if each backward is an exchange between ranks."""
         self.weight = StepWeight(place, self.ranks)
         self._parts: dict[str, _Part] = {}
         self._joined: dict[str, _Part] = {}
-        self._names: dict[str, None] | None = None
-        """Names of the losses of a ``MultiLoss`` that have had their own weights on any rank. ``None``: ranks have not
-        agreed yet."""
+        self._names: dict[str, int | None] | None = None
+        """Names of the losses of a ``MultiLoss`` that have had their own weights on any rank, each with the index of
+        its optimizer if there are several. ``None``: ranks have not agreed yet."""
         self._agrees = False
         """True if ranks agree on new names in each micro-batch, as the first batch of a rank had a ``MultiLoss``."""
         self._averaged: dict[str, float] = {}
@@ -374,8 +376,16 @@ class Gradients:
         else:
             any_new = bool(new)
         if any_new:
-            everyone = distributed.gather_object(new) if self.ranks > 1 else [new]
-            self._names.update(dict.fromkeys(name for names in everyone for name in names))
+            which = self._optimizers_of(loss)
+            found = {name: which.get(name) for name in new}
+            for theirs in distributed.gather_object(found) if self.ranks > 1 else [found]:
+                self._names.update(theirs)
+
+    def _optimizers_of(self, loss: Any) -> Mapping[str, Any]:
+        """Return the index of each loss's optimizer; empty if there is only one optimizer."""
+        if len(self.optimizers) == 1 or not isinstance(loss, MultiLoss):
+            return {}
+        return loss.assigned_to(self._multi_optimizer).loss_optimizer_map or {}
 
     def _may_weigh(self) -> bool:
         """Return True if a later batch may call a loss of class indices: without a criterion, maybe a function."""
@@ -429,9 +439,29 @@ class Gradients:
             scaler.scale(loss.total()).backward()
         else:
             loss = loss.assigned_to(self._multi_optimizer).map(scaler.scale)
+            assert loss.loss_optimizer_map is not None
+            lacks = self._exchanges and len({*loss.loss_optimizer_map.values()}) < len(self.optimizers)
             for i, optimizer in enumerate(self.optimizers):
-                with self._between_backwards(last=i == len(self.optimizers) - 1):
-                    self.backward_into(partial(loss.backward, i), optimizer)
+                last = i == len(self.optimizers) - 1
+                with self._between_backwards(last=last):
+                    if not lacks:
+                        self.backward_into(partial(loss.backward, i), optimizer)
+                    elif (own := loss.for_optimizer(i)) is not None:
+                        self.backward_into(partial(own.backward, retain_graph=not last), optimizer)
+                    else:
+                        self._exchange(loss, i, retain_graph=not last)
+
+    def _exchange(self, loss: Tensor | MultiLoss, optimizer: int | None, *, retain_graph: bool) -> None:
+        """Run a backward of zeros: other ranks may have a loss here, and in ``fsdp``, a backward is an exchange."""
+        beside = [(p, p.grad) for p in self.learned if id(p) in self._beside]
+        backward = partial(_zero_of(loss).backward, retain_graph=retain_graph)
+        with self._place.wrapper.reaching(set()):
+            if optimizer is None:
+                backward()
+            else:
+                self.backward_into(backward, self.optimizers[optimizer])
+        for p, gradient in beside:
+            p.grad = gradient
 
     def _between_backwards(self, *, last: bool) -> AbstractContextManager[None]:
         """Return the context of one of several backward passes through the graph of one forward."""
@@ -439,24 +469,22 @@ class Gradients:
 
     def _backward_of_parts(self, loss: Tensor | MultiLoss) -> None:
         """Run backward of each loss with its own weight into separate gradients, after that of the other losses."""
-        which: Mapping[str, Any] = {}
-        if isinstance(loss, MultiLoss) and len(self.optimizers) > 1:
-            loss = loss.assigned_to(self._multi_optimizer)
-            which = loss.loss_optimizer_map or {}
+        which = self._optimizers_of(loss)
         losses = dict(loss) if isinstance(loss, MultiLoss) else {"": loss}
-        # For each pass: the name of its part, the index of its optimizer, and its loss.
-        own: list[tuple[str | None, int | None, Tensor]] = []
-        for name in self._parts:
-            if name in losses:
-                own.append((name, which.get(name), losses.pop(name)))
-            elif self._place.collective:  # a backward pass is an exchange, so all ranks run the same ones
-                own.append((name, None, _zero_of(loss)))
+        # For each pass: the name of its part, the index of its optimizer, and its loss. In fsdp, a backward pass is an
+        # exchange, so all ranks run the same ones; without a loss, a rank runs one of zeros.
+        exchanges, names = self._exchanges, self._names or {}
+        own: list[tuple[str | None, int | None, Tensor | None]] = [
+            (name, which.get(name, names.get(name)), losses.pop(name, None))
+            for name in self._parts
+            if exchanges or name in losses
+        ]
         others: dict[int | None, list[Tensor]] = {}
+        if exchanges:
+            others = {i: [] for i in (range(len(self.optimizers)) if len(self.optimizers) > 1 else (None,))}
         for name, other in losses.items():
             others.setdefault(which.get(name), []).append(other)
-        if self._place.collective and not others:
-            others[None] = [_zero_of(loss)]
-        passes = [*((None, optimizer, sum(of[1:], of[0])) for optimizer, of in others.items()), *own]
+        passes = [*((None, i, sum(of[1:], of[0]) if of else None) for i, of in others.items()), *own]
         aside: list[tuple[Tensor, Tensor | None]] = []
         for i, (part, optimizer, part_loss) in enumerate(passes):
             if part is not None and not aside:
@@ -464,12 +492,15 @@ class Gradients:
                 for parameter in self.learned:
                     parameter.grad = None
             last = i == len(passes) - 1
-            backward = partial(self._place.scaler.scale(part_loss).backward, retain_graph=not last)
             with self._between_backwards(last=last):
-                if optimizer is None:
-                    backward()
+                if part_loss is None:
+                    self._exchange(loss, optimizer, retain_graph=not last)
                 else:
-                    self.backward_into(backward, self.optimizers[optimizer])
+                    backward = partial(self._place.scaler.scale(part_loss).backward, retain_graph=not last)
+                    if optimizer is None:
+                        backward()
+                    else:
+                        self.backward_into(backward, self.optimizers[optimizer])
             if part is not None:
                 self._parts[part].take(self.learned)
         for parameter, gradient in aside:
@@ -514,7 +545,8 @@ class Gradients:
         others = [(p, p.grad) for p in self.learned if id(p) not in its]
         for p, _ in others:
             p.grad = None
-        backward()
+        with self._place.wrapper.reaching(its):
+            backward()
         for p, gradient in others:
             p.grad = gradient
 
