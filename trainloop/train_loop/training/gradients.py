@@ -117,7 +117,7 @@ class Gradients:
         )
         self._take_parameters()
         if place.collective:
-            if self.ranks > 1:
+            if self._exchanges:
                 place.wrapper.complete_units()
             # Until the second step: in the first step, a copy of a network still equals the original.
             place.wrapper.watch_forwards(loop.grad_accumulation + 1)
@@ -145,7 +145,7 @@ class Gradients:
         self.learned: list[Tensor] = trained_parameters(loop.model, loop.criterion, loop.optimizer)
         self._beside: set[int] = set()
         has_buffers = next(loop.model.buffers(), None) is not None
-        self._shares_buffers = self._place.collective and self.ranks > 1 and has_buffers
+        self._shares_buffers = self._exchanges and has_buffers
         if self._place.collective:  # parameters outside of the wrapper, and those that it does not shard
             self._beside = {id(p) for p in self.learned if not is_sharded(p)}
 
@@ -423,7 +423,7 @@ class Gradients:
                     part.weight = part.weight + factors[name]
         if not losses:
             return loss * share
-        return _times(loss, {name: factors.get(name, share) if name in names else share for name in losses})
+        return _times(loss, {name: factors.get(name, share) for name in losses})
 
     def backward(self, loss: Tensor | MultiLoss) -> None:
         """Run backward of a scaled loss.
@@ -456,10 +456,7 @@ class Gradients:
         beside = [(p, p.grad) for p in self.learned if id(p) in self._beside]
         backward = partial(_zero_of(loss).backward, retain_graph=retain_graph)
         with self._place.wrapper.reaching(set()):
-            if optimizer is None:
-                backward()
-            else:
-                self.backward_into(backward, self.optimizers[optimizer])
+            self._backward_for(optimizer, backward)
         for p, gradient in beside:
             p.grad = gradient
 
@@ -496,11 +493,9 @@ class Gradients:
                 if part_loss is None:
                     self._exchange(loss, optimizer, retain_graph=not last)
                 else:
-                    backward = partial(self._place.scaler.scale(part_loss).backward, retain_graph=not last)
-                    if optimizer is None:
-                        backward()
-                    else:
-                        self.backward_into(backward, self.optimizers[optimizer])
+                    self._backward_for(
+                        optimizer, partial(self._place.scaler.scale(part_loss).backward, retain_graph=not last)
+                    )
             if part is not None:
                 self._parts[part].take(self.learned)
         for parameter, gradient in aside:
@@ -532,6 +527,13 @@ class Gradients:
                 divided = gradient / like(gradient)
                 parameter.grad = divided if parameter.grad is None else parameter.grad + divided
             part.gradients.clear()
+
+    def _backward_for(self, optimizer: int | None, backward: Callable[..., None]) -> None:
+        """Call ``backward()`` for the parameters of an optimizer, by its index; for all if it is None."""
+        if optimizer is None:
+            backward()
+        else:
+            self.backward_into(backward, self.optimizers[optimizer])
 
     def backward_into(self, backward: Callable[..., None], *optimizers: torch.optim.Optimizer) -> None:
         """Call ``backward(inputs=...)`` for parameters of these optimizers; other parameters keep their gradients."""
@@ -581,7 +583,7 @@ class Gradients:
                 self._join_parts()
             if self._place.collective:
                 reduce_gradients([p for p in parameters if id(p) in self._beside])
-                if self.ranks > 1:
+                if self._exchanges:
                     self._place.wrapper.drop_unreached(parameters)
             elif step.reduced_later:
                 reduce_gradients(parameters)
@@ -610,7 +612,7 @@ class Gradients:
         """Return a step's loss over all ranks, from each rank's micro-batches; every rank gets the same bits."""
         if self._joined and not self.is_whole(len(scaled_losses)):
             scaled_losses = [
-                _times(loss, {n: 1 / part.weight for n, part in self._joined.items() if n in loss})
+                _times(loss, {n: 1 / part.weight for n, part in self._joined.items()})
                 if isinstance(loss, MultiLoss)
                 else loss
                 for loss in scaled_losses
