@@ -226,14 +226,14 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_units: list[tuple[str, Any]] = units
         self._tt_watched: WatchedForwards | None = None
         self._tt_complete: CompleteUnits | None = None
-        self._tt_whole = {p for p in own_parameters(module) if stays_whole(p)}
+        whole = {p for p in own_parameters(module) if stays_whole(p)}
         options: dict[str, Any] = {"mesh": mesh}
-        options.update({"ignored_params": self._tt_whole} if self._tt_whole else {})
+        options.update({"ignored_params": whole} if whole else {})
         options.update({"mp_policy": mp_policy} if mp_policy is not None else {})
         options.update({"offload_policy": offload_policy} if offload_policy is not None else {})
         seed = _common_seed(mesh) if any(map(_is_on_meta, module.modules())) else None
         sends = init_sync and seed is None  # values that are created here are already equal on all ranks
-        done: set[int] = {id(p) for p in self._tt_whole}
+        done: set[int] = {id(p) for p in whole}
         before = dict(module.named_parameters(remove_duplicate=False))
         marks = {name: attributes_of(p) for name, p in before.items()}
         for number, (name, unit) in enumerate(units):
@@ -257,7 +257,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             for p, data in originals if init_sync else ():  # no longer in the module; restored for other owners
                 p.data = data
         self._tt_groups = [group for _, unit in units for group in parameter_groups(unit)]
-        self._tt_whole = {p for p in own_parameters(module) if stays_whole(p)}
+        whole = {p for p in own_parameters(module) if stays_whole(p)}
         self._tt_hooks = [refuse_other_parameters(name, unit) for name, unit in units[:-1]]
         self._tt_hooks += [unit.register_forward_pre_hook(_Flags(unit).follow, prepend=True) for _, unit in units[:-1]]
         self._tt_until_begun = [unit.register_forward_pre_hook(self._begin, prepend=True) for _, unit in units[:-1]]
@@ -269,7 +269,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_names = {id(p): name for name, p in module.named_parameters() if is_sharded(p)}
         for buffer in module.buffers() if sends else ():
             buffer.data = _of_first_rank(buffer.data, mesh, device).to(buffer.device)
-        for p in self._tt_whole:
+        for p in whole:
             p.data = (_of_first_rank(p.data, mesh, device) if sends else p.data).to(device)
             trains = p.requires_grad
             p.requires_grad_(True)  # a frozen parameter accepts no hook, but may be unfrozen later
@@ -359,11 +359,6 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             yield output
 
     # -- for the training loop ----------------------------------------------------------------------------------------
-
-    @property
-    def whole_parameters(self) -> set[nn.Parameter]:
-        """Parameters that are not sharded: scalar and empty parameters."""
-        return self._tt_whole
 
     def reshard_units(self) -> None:
         """In every unit, free the parameters that are still gathered because no backward followed.
