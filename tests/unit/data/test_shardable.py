@@ -63,12 +63,12 @@ CASES: dict[str, tuple[Callable[[Tower], Any], str]] = {
 }
 
 
-def loop_of(model: Tower, optimizer: Any) -> TrainLoop[Any]:
+def loop_of(model: Tower, optimizer: Any, criterion: Any = None) -> TrainLoop[Any]:
     return TrainLoop(
         model,
         DataLoader(TensorDataset(*words(0, 4)), batch_size=2),
         optimizer=optimizer,
-        criterion=nn.CrossEntropyLoss(),
+        criterion=criterion or nn.CrossEntropyLoss(),
         gpu_mode="fsdp",
         accelerator="cpu",
         devices=2,
@@ -101,3 +101,15 @@ def test_a_view_that_a_callback_keeps(of_model: Callable[[Tower], Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigurationError, match=r"Keeps\.kept has a view of .*Keep the parameter itself or.*clone"):
         loop_of(model, optimizer).fit(num_epochs=1, callbacks=[Keeps(of_model(model))])
+
+
+def test_a_view_that_a_criterion_keeps() -> None:
+    class Anchored(nn.CrossEntropyLoss):
+        def __init__(self, model: Tower) -> None:
+            super().__init__()
+            self.kept = {name: p.data for name, p in model.named_parameters()}
+
+    model = Tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"Anchored\.kept has a view of "):
+        loop_of(model, optimizer, Anchored(model)).fit(num_epochs=1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainloop._support.nested import tensors_of
 from trainloop.errors import ConfigurationError
-from trainloop.optim import all_optimizers
+from trainloop.optim import all_optimizers, criterion_modules
 from trainloop.parallel.shards import stays_whole
 from trainloop.parallel.undoing import can_undo
 from trainloop.parallel.units import check_dtypes, units_of
@@ -52,7 +52,8 @@ def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, An
             "one. Compile the blocks yourself, `for block in model.blocks: block.compile()`, and leave compile out."
         )
     _check_modules(model, wrapper_args.get("shard"))
-    _check_views(model, loop.callbacks)
+    parts = [part for module in criterion_modules(loop.criterion) for part in module.modules()]
+    _check_views(model, [*loop.callbacks, loop.criterion, *parts])
     units_in = getattr(wrapper_args.get("mp_policy"), "param_dtype", None)
     if options.amp.chosen and {units_in, options.amp.dtype} == {torch.float16, torch.bfloat16}:
         raise ConfigurationError(
@@ -83,19 +84,19 @@ def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, An
                     )
 
 
-def _check_views(model: nn.Module, callbacks: Iterable[Any]) -> None:
-    """Raise an error for tensors of callbacks that share the memory of parameters: the shards have other memory."""
-    named = {id(p): p for p in model.parameters() if not stays_whole(p) and p.layout is torch.strided and not p.is_meta}
-    owners = {p.untyped_storage().data_ptr(): p for p in named.values()}
-    for callback in callbacks:
-        for key, value in vars(callback).items():
+def _check_views(model: nn.Module, holders: Iterable[Any]) -> None:
+    """Raise an error for tensors of callbacks or a criterion that share the memory of parameters; shards have other."""
+    named = {n: p for n, p in model.named_parameters() if not stays_whole(p) and p.layout is torch.strided}
+    owners = {p.untyped_storage().data_ptr(): name for name, p in named.items() if not p.is_meta}
+    parameters = set(map(id, named.values()))
+    for holder in holders:
+        for key, value in getattr(holder, "__dict__", {}).items():
             for tensor in tensors_of(value):
-                if id(tensor) in named or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+                if id(tensor) in parameters or tensor.layout is not torch.strided or tensor.is_meta:
                     continue
-                if (p := owners.get(tensor.untyped_storage().data_ptr())) is not None:
-                    name = next(name for name, other in model.named_parameters() if other is p)
+                if tensor.numel() and (name := owners.get(tensor.untyped_storage().data_ptr())) is not None:
                     raise ConfigurationError(
-                        f"gpu_mode='fsdp': {type(callback).__name__}.{key} has a view of {name} (such as p.data or a "
+                        f"gpu_mode='fsdp': {type(holder).__name__}.{key} has a view of {name} (such as p.data or a "
                         "value of state_dict()). Shards replace the parameter, so the view would keep the values from "
                         "before the training. Keep the parameter itself or, for these values, a clone()."
                     )
