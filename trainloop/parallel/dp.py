@@ -80,6 +80,7 @@ class TTDataParallel(Transparent, DataParallel):
     As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self``, and numbers
     in its dicts and lists, are kept if they have the same value in all replicas (such as a count of steps), and
     otherwise lost, with a warning for numbers. What replicas append to a list is kept, in the order of the parts.
+    Replicas share other objects, such as a tensor that is an attribute; a warning names what they change in place.
     Only the first replica's in-place changes of buffers survive, so BatchNorm has the statistics of the first part. (In
     a ``TrainLoop``, other buffers that ``get_loss`` changes, such as a queue or a centre, are errors.) Exchanges such
     as ``all_gather`` are errors in a replica.
@@ -274,13 +275,17 @@ class TTDataParallel(Transparent, DataParallel):
             _renew(replicas, _replicas(self.module, devices, sizes))
 
     def _keep(self, watched: _Watched, method: str) -> None:
-        """Keep the attributes that a method has set in all replicas alike; warn once of those that are lost."""
-        lost = watched.check_and_keep()
-        if lost and not self._tt_warned_of_attributes:
+        """Keep the attributes that a method has set in all replicas alike; warn once of others."""
+        lost, shared = watched.check_and_keep()
+        if (lost or shared) and not self._tt_warned_of_attributes:
             self.__dict__["_tt_warned_of_attributes"] = True
+            changes, effect = f"{method} changes {', '.join((lost or shared)[:5])}", "so the change is lost"
+            if not lost:
+                changes += " in place"
+                effect = "so it is changed once for each part: a sum over samples is right, but not a count of steps"
             warn(
-                f"gpu_mode='dp': {method} changes {', '.join(lost[:5])}, but each replica has only a part of the "
-                "batch, so the change is lost. Use gpu_mode='ddp' or 'single', or make the change in a callback."
+                f"gpu_mode='dp': {changes}, but each replica has only a part of the batch, {effect}. Use "
+                "gpu_mode='ddp' or 'single', or make the change in a callback."
             )
 
     def _check_on(self, device: torch.device) -> None:
@@ -311,11 +316,15 @@ class _Watched:
         self._tensors = [(WatchedTensors(module), copies) for module, copies in modules]
         self._attributes = [SetAttributes(module, copies) for module, copies in replicated]
 
-    def check_and_keep(self) -> list[str]:
-        """Raise an error for tensors that differ; keep attributes that are alike, and return the names of others."""
+    def check_and_keep(self) -> tuple[list[str], list[str]]:
+        """Raise an error for tensors that differ, and keep attributes that are alike.
+
+        Return the names of attributes that are lost, and of those that replicas share and have changed in place.
+        """
         for tensors, copies in self._tensors:
             tensors.check(copies)
-        return [name for attributes in self._attributes for name in attributes.keep()]
+        shared = [name for attributes in self._attributes for name in attributes.shared_changes()]
+        return [name for attributes in self._attributes for name in attributes.keep()], shared
 
 
 def _check_cpu_replicas(module: nn.Module, devices: Any, device_ids: Any, output_device: Any) -> None:

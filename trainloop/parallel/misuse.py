@@ -6,12 +6,14 @@ import contextlib
 import copy
 import operator
 import weakref
-from collections import Counter, defaultdict
+import zlib
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -435,12 +437,14 @@ class SetAttributes:
     computes from its part of the batch is lost.
 
     A replica is a shallow copy, but gets its own copy of a dict or list of numbers, also of a nested one: if all
-    replicas changed one, it would count each step several times.
+    replicas changed one, it would count each step several times. Other objects are shared; ``shared_changes`` names
+    those that are changed in place.
     """
 
     def __init__(self, module: Any, replicas: list[Any]) -> None:
         self._modules = _modules_of(module)
         self._replicas = [_modules_of(replica) for replica in replicas]
+        self._shared: list[tuple[str, Any, Any]] = []  # name, object, its content
         self._before = {path: dict(getattr(part, "__dict__", {})) for path, part in self._replicas[0].items()}
         self._containers: list[tuple[str, str, Any, Any, list[Any]]] = []  # path, name, object, its items, copies
         copied: list[dict[int, Any]] = [{} for _ in replicas]  # one container may have several names
@@ -455,6 +459,8 @@ class SetAttributes:
                     copies = [held.get(name) for held in holders]
                     self._containers.append((path, name, value, copy.deepcopy(value), copies))
                     self._before[path].pop(name, None)
+                elif (content := _content_of(value)) is not None:
+                    self._shared.append((f"{path}.{name}" if path else name, value, content))
 
     def keep(self) -> list[str]:
         """Set the module's attributes; return the names of those that had such a value, or None, and are lost."""
@@ -475,6 +481,10 @@ class SetAttributes:
                     # A sum of losses may have their graph; begun as a number, it is no cache of this forward's output.
                     lost.append(f"{path}.{name}" if path else name)
         return lost + self._keep_containers()
+
+    def shared_changes(self) -> list[str]:
+        """Return the names of tensors, arrays and containers that replicas share and have changed in place."""
+        return [name for name, value, before in self._shared if _differs(_content_of(value), before)]
 
     def _keep_containers(self) -> list[str]:
         """Write the numbers of the replicas' dicts and lists into those of the module."""
@@ -511,7 +521,10 @@ def _keep_items(value: Any, before: Any, own: list[Any], done: set[int]) -> bool
     kept = True
     for key in {key: None for one in own for key in one}:
         items = [one.get(key, _MISSING) for one in own]
-        if all(_equal(item, items[0]) for item in items):
+        found = [item for item in items if item is not _MISSING]
+        if len(found) == 1 and key not in before:  # of a sample that only this part has
+            value[key] = found[0]
+        elif all(_equal(item, items[0]) for item in items):
             value[key] = _updated(value.get(key), items[0])
         else:
             is_container = isinstance(value.get(key), (dict, list))
@@ -542,6 +555,42 @@ def _updated(old: Any, item: Any) -> Any:
         _set_items(old, item)
         return old
     return item
+
+
+def _content_of(value: Any) -> Any:
+    """Return what shows whether a tensor, an array, a deque of numbers, or a dict's or list's numbers have changed."""
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else value._version
+    if isinstance(value, np.ndarray):
+        return zlib.crc32(value.tobytes()) if value.nbytes <= 65_536 and value.dtype != object else None
+    if isinstance(value, deque):
+        return list(value) if len(value) <= 1000 and all(map(_is_plain, value)) else None
+    if (isinstance(value, dict) or (isinstance(value, list) and value)) and len(value) <= 1000:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        content = {key: (item, _content_of(item)) for key, item in items if _is_state(item)}
+        return content if content or not value else None
+    return None
+
+
+def _differs(now: Any, before: Any) -> bool:
+    """Return True if a content has changed. New items of a dict or list are no change, except numbers in an empty dict.
+
+    Nor is another tensor in the place of one: usually, it is what the last forward has computed.
+    """
+    if not isinstance(before, dict):
+        return bool(now != before)
+    now = now or {}
+    if not before:
+        return any(_is_number(item) for item, _ in now.values())
+    for key, (old, content) in before.items():
+        new, its_content = now.get(key, (old, content))
+        if its_content != content if new is old else _is_number(old) and not _equal(new, old):
+            return True
+    return False
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value == value
 
 
 def _modules_of(value: Any) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -284,3 +285,56 @@ def test_what_is_computed_from_a_part_is_warned_of_once(model: Any, what: str) -
     _, said = trained(model(), 2)
     assert len(said) == 1
     assert f"gpu_mode='dp': {what} but each replica has only a part of the batch" in said[0]
+
+
+class ChangesInPlace(Net):
+    """Counts the steps in an object that replicas share; a hook keeps the last output."""
+
+    def __init__(self, kept: Any, change: Any) -> None:
+        super().__init__()
+        self.kept, self.change = kept, change
+        self.outputs: dict[str, Any] = {}
+        self.layer.register_forward_hook(lambda module, given, output: self.outputs.__setitem__("last", output))
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        self.change(self.kept)
+        return super().get_loss(batch_data, criterion, device)
+
+
+@pytest.mark.parametrize(
+    ("kept", "change"),
+    [
+        (torch.zeros(()), lambda kept: kept.add_(1)),
+        (np.zeros(3), lambda kept: kept.__iadd__(1)),
+        ([torch.zeros(2)], lambda kept: kept[0].add_(1)),
+        ({"steps": 0, "sum": torch.zeros(2)}, lambda kept: kept.update(steps=kept["steps"] + 1)),
+        ({}, lambda kept: kept.update(steps=kept.get("steps", 0) + 1)),
+        (deque(maxlen=5), lambda kept: kept.append(1.0)),
+    ],
+)
+def test_what_replicas_share_and_change_in_place_is_warned_of_once(kept: Any, change: Any) -> None:
+    model = ChangesInPlace(kept, change)
+    with pytest.warns(UserWarning, match=r"get_loss changes kept in place, but each replica .* not a count of") as said:
+        trained_with_warnings(model)
+    assert len([one for one in said if "in place" in str(one.message)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("kept", "change"),
+    [
+        ([], lambda kept: kept.append(torch.zeros(1))),  # in the order of the parts
+        ({"last": torch.zeros(1), "name": "a"}, lambda kept: kept.update(last=torch.ones(1))),
+        ({"nan": float("nan"), "last": torch.zeros(1)}, lambda kept: None),
+    ],
+)
+def test_what_is_appended_or_replaced_is_not_warned_of(kept: Any, change: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*each replica has only a part")
+        trained_with_warnings(ChangesInPlace(kept, change))
+
+
+def trained_with_warnings(model: Any) -> None:
+    TrainLoop(
+        model, DataLoader(ROWS, 8), None, None, optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(),
+        accelerator="cpu", progress_bar=False, gpu_mode="dp", devices=2,
+    ).fit(num_epochs=1)  # fmt: skip
