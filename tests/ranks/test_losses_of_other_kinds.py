@@ -76,8 +76,14 @@ def by_hand(kind: str, tasks: str, per_step: int) -> TwoTasks:
     for _ in range(2):
         for i in range(0, len(batches), per_step):
             parts = [model.losses(batch)[:2] for batch in batches[i : i + per_step]]
+            # A zero for a missing class loss has no targets; a zero for the other loss is a mean over samples.
+            units = [units for _, units in parts]
+            classes = [n for n, batch in zip(units, batches[i:], strict=False) if batch["task"] == "c"]
+            separate = kind == "zero for the missing loss"
+            wholes = {"c": sum(classes if separate else units), "r": sum(units)}
+            step = [loss * n / wholes[batch["task"]] for (loss, n), batch in zip(parts, batches[i:], strict=False)]
             sgd.zero_grad()
-            (sum(loss * units for loss, units in parts) / sum(units for _, units in parts)).backward()  # type: ignore[union-attr]
+            sum(step[1:], step[0]).backward()
             sgd.step()
     return model
 

@@ -1,7 +1,8 @@
 """Batches that lack some losses of a ``MultiLoss``, or have other ones: every mode equals one mean over the step.
 
 A loss with a weight of its own is the mean over the units of the batches that have it. Any other loss is a mean over
-all samples, so that it counts as zero for a batch that lacks it.
+all samples, so that it counts as zero for a batch that lacks it. A loss of zero is no mean over samples if other
+batches' losses have units: ``get_loss`` returns it if all targets are ignored.
 """
 
 from __future__ import annotations
@@ -86,12 +87,12 @@ def _by_hand(kind: str, data: TensorDataset, size: int, ranks: int, accumulation
         total: Any = 0.0
         for name in {name for each in losses for name in each}:
             having = [
-                (each[name][0], len(x) if each[name][1] is None else each[name][1])
+                (each[name][0], (len(x) if each[name][0] else 0) if each[name][1] is None else each[name][1])
                 for each, (x, _, _) in zip(losses, step, strict=True)
                 if name in each
             ]
             whole = sum(units for _, units in having) if name in has_units else sum(len(x) for x, _, _ in step)
-            total = total + sum(loss * units for loss, units in having) / whole
+            total = total + sum(loss * units for loss, units in having) / max(whole, 1)
         optimizer.zero_grad()
         total.backward()
         optimizer.step()
@@ -158,6 +159,77 @@ def test_a_function_of_classes_that_only_one_rank_calls_later(mode: Any) -> None
     torch.testing.assert_close(trained, list(reference.parameters()), rtol=0, atol=1e-12)
 
 
+class IgnoresTargets(Tasks):
+    """Returns zero instead of 0 / 0 for a batch, or for the part of one, whose targets are all ignored."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        out = self.net(x)
+        return functional.cross_entropy(out, y) if (y != -100).any() else 0 * out.sum()
+
+
+@pytest.mark.parametrize(
+    "mode, devices, accumulation",
+    [
+        ("single", 1, 1),
+        ("single", 1, 3),
+        ("dp", 2, 1),
+        ("dp", 3, 2),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [("ddp", 2, 1), ("ddp", 3, 2), ("fsdp", 2, 2)]),
+    ],
+)
+@pytest.mark.parametrize("ignored_first", [True, False])
+def test_a_loss_of_zero_without_targets_has_no_units(
+    mode: Any, devices: int, accumulation: int, ignored_first: bool
+) -> None:
+    """Steps and the history have the mean over the targets of all batches."""
+    x, y, _ = _data(46, tasks=2).tensors
+    y = torch.where(torch.arange(46, device="cpu") % 5 > (3 if ignored_first else 0), y, -100)
+    y[:5] = -100 if ignored_first else 1
+    data, model, reference = TensorDataset(x, y), IgnoresTargets(""), IgnoresTargets("")
+    in_ranks = mode in ("ddp", "fsdp")
+    options = {} if mode == "single" else {"devices": devices}
+    loop = TrainLoop(
+        model, DataLoader(data, 2), DataLoader(data, 3), optimizer=optim.SGD(model.parameters(), lr=0.1),
+        gpu_mode=mode, accelerator="cpu", progress_bar=False, timeout=60, **options,
+    )  # fmt: skip
+    loop.fit(num_epochs=EPOCHS, grad_accumulation=accumulation)
+    optimizer = optim.SGD(reference.parameters(), lr=0.1)
+    expected: dict[str, list[float]] = {"loss": [], "val_loss": []}
+    size = 2 * accumulation * (devices if in_ranks else 1)
+    for _ in range(EPOCHS):
+        losses = []
+        for xs, ys in zip(x.split(size), y.split(size), strict=True):
+            units = max(int((ys != -100).sum()), 1)
+            loss = functional.cross_entropy(reference.net(xs), ys, reduction="sum")
+            optimizer.zero_grad()
+            (loss / units).backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        expected["loss"].append(sum(losses) / int((y != -100).sum()))
+        expected["val_loss"].append(float(functional.cross_entropy(reference.net(x).detach(), y)))
+    torch.testing.assert_close([*model.parameters()], [*reference.parameters()], rtol=0, atol=1e-12)
+    for name, values in expected.items():
+        assert loop.history[name] == pytest.approx(values, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_equal_ranks(kind: str, replicas: int) -> None:
+    """Parts of a batch may lack losses, too."""
+    data = _data(48, tasks=3 if kind == "three tasks" else 2)
+    # A replica has the samples that a rank reads.
+    order = [
+        4 * replicas * step + rank + replicas * i
+        for step in range(48 // (4 * replicas))
+        for rank in range(replicas)
+        for i in range(4)
+    ]
+    rows = TensorDataset(*(t[torch.tensor(order, device="cpu")] for t in data.tensors))
+    trained = _trained(Tasks(kind), rows, 4 * replicas, 1, gpu_mode="dp", devices=replicas)
+    torch.testing.assert_close(trained, _by_hand(kind, data, 4, replicas, 1), rtol=0, atol=1e-12)
+
+
 class TwoOptimizers(Tasks):
     """Losses of two optimizers, of which a batch may have those of one only."""
 
@@ -220,3 +292,34 @@ def test_batches_that_lack_the_losses_of_an_optimizer(kind: str, mode: Any, accu
         for optimizer in optimizers.values():
             optimizer.step()
     torch.testing.assert_close(list(model.parameters()), list(reference.parameters()), rtol=0, atol=1e-9)
+
+
+class Normalized(Tasks):
+    """Has buffers that every forward pass in training changes, and losses with weights of their own."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        nn.utils.parametrizations.spectral_norm(self.net[0])
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y, _ = batch_data
+        out = self.net(x)
+        return MultiLoss({"classes": functional.cross_entropy(out, y), "square": out.square().mean()})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_buffers_and_the_loss_of_each_step_are_those_of_one_process(accumulation: int) -> None:
+    """Also in the first step of an epoch after a step in which some ranks had no batch."""
+    data, one, model = _data(19, tasks=2), Normalized(), Normalized()
+    loops = []
+    for net, size, options in [(one, 9, {}), (model, 3, {"gpu_mode": "ddp", "devices": 3})]:
+        loop: Any = TrainLoop(
+            net, DataLoader(data, size), optimizer=optim.SGD(net.parameters(), lr=0.1), accelerator="cpu",
+            progress_bar=False, timeout=60, **options,
+        )  # fmt: skip
+        loop.fit(num_epochs=3, grad_accumulation=accumulation)
+        loops.append(loop)
+    torch.testing.assert_close(model.state_dict(), one.state_dict(), rtol=0, atol=1e-12)
+    steps, expected = (loop.history.steps("loss") for loop in loops)
+    torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected), rtol=1e-12, atol=0)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainloop._metrics.reducing import Options, StepValues, by_name, step_values
+from trainloop._metrics.reducing import Options, StepValues, by_name, step_values, with_sum_of_parts
 from trainloop._support.rng import derive_seed
 
 __all__ = ["MOST_THAT_GATHER", "Collectives", "Exchange", "Gathered", "Summed", "exchange_of"]
@@ -124,7 +124,10 @@ class Summed:
         self._reduce([part.sums for part in numbers], "sum")
         self._reduce([part.greatest for part in numbers], "max")
         attachments = [attachment] if same_attachments else self._collectives.gather_object(attachment)
-        found = {name: (part.steps, part.result()) for name, part in of_steps.items()}
+        found = with_sum_of_parts(
+            {name: (part.steps, part.result()) for name, part in of_steps.items()},
+            {name: [part.options] for name, part in of_steps.items()},
+        )
         found.update(step_values({name: [entry] for name, entry in _unshared(steps)}))
         epoch = {name: [part.total()] for name, part in of_epoch.items()}
         epoch.update((name, [entry]) for name, entry in _unshared(totals or {}))

@@ -6,6 +6,7 @@ import math
 import threading
 from array import array
 from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import compress
 from operator import mul
 from typing import Any, NamedTuple, cast
 
@@ -51,6 +52,12 @@ class EpochEnd(NamedTuple):
     """Each rank's attachment; one entry if all sent the same."""
 
 
+# Beside the totals of a loss: samples of batches without units, and whether others have units.
+_EMPTY, _UNITS = "\0empty", "\0units"
+_LEAST = 1e-30
+_COUNT = Options(on_step=False, on_epoch=True, reduce="sum", shared=True, part=None)
+
+
 class _Series:
     """One metric on this rank: pending values in slots, step values to be exchanged, and the epoch's totals so far."""
 
@@ -69,6 +76,10 @@ class _Series:
         self.count = 0
         self.total: list[float] = []
         self.weight: list[float] = []
+        self.empty = 0
+        """Samples of batches whose loss is zero and a mean over samples. If other batches' losses have units, these
+        batches have none: ``get_loss`` returns zero if all targets are ignored."""
+        self.has_units = False
 
     def settle(self, numbers: Mapping[int, float]) -> None:
         """Process pending values; ``numbers`` maps a slot's id to the slot's value."""
@@ -77,13 +88,20 @@ class _Series:
         values: list[Any] = list(map(numbers.get, map(id, kept_values), kept_values))
         weights: list[Any] = list(map(numbers.get, map(id, kept_weights), kept_weights))
         self.latest = values[-1]
+        of_steps = weights
+        if self.options.part is not None:
+            empty = [type(weight) is int and not value for value, weight in zip(values, kept_weights)]
+            self.has_units = self.has_units or any(type(weight) is not int for weight in kept_weights)
+            self.empty += sum(compress(weights, empty))
+            if self.has_units and any(empty):  # the mean of a step that has no units is 0
+                of_steps = [weight * _LEAST if of_none else weight for weight, of_none in zip(weights, empty)]
         if self.options.on_step:
             if min(steps) > 0:
                 self.steps.extend(steps)
                 self.values.extend(values)
-                self.weights.extend(weights)
+                self.weights.extend(of_steps)
             else:
-                self._settle_outside(steps, values, weights)
+                self._settle_outside(steps, values, of_steps)
         if self.options.on_epoch:
             if self.options.reduce == "mean":
                 if not all(weights):  # a value without weight does not count, not even NaN, the mean over no samples
@@ -391,6 +409,10 @@ class Recorder:
         losses, metrics = {}, {}
         for name, entries in epoch.items():
             part = entries[0][0].part
+            if name.endswith((_EMPTY, _UNITS)):
+                continue
+            if name + _EMPTY in epoch and name + _UNITS in epoch:
+                entries = [*entries, (entries[0][0], [], [-epoch_value(epoch[name + _EMPTY])])]
             if part is None:
                 metrics[name] = epoch_value(entries)
             elif all(options.on_epoch for options, *_ in entries):
@@ -410,12 +432,19 @@ class Recorder:
         whole = self._parts[""]
         if counted and not whole.options.on_epoch and whole not in counted:
             counted.append(whole)  # without a value: other ranks are not to count theirs
-        return {s.name: (s.options, s.total, s.weight) for s in counted}
+        totals = {s.name: (s.options, s.total, s.weight) for s in counted}
+        for s in counted:
+            if s.empty:
+                totals[s.name + _EMPTY] = _COUNT, [float(s.empty)], []
+            if s.has_units:
+                totals[s.name + _UNITS] = _COUNT, [1.0], []
+        return totals
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the unfinished epoch, as plain types. Call it after :meth:`exchange_steps`."""
         return {
             s.name: {"options": list(s.options), "count": s.count, "total": s.total, "weight": s.weight}
+            | ({"empty": s.empty, "has_units": s.has_units} if s.empty or s.has_units else {})
             for s in self._series.values()
             if s.count
         }
@@ -441,6 +470,8 @@ class Recorder:
                 series.count += saved["count"]
                 series.total = reduced(options.reduce, [*series.total, *saved["total"]])
                 series.weight = exact_sum([*series.weight, *saved["weight"]])
+                series.empty += saved.get("empty", 0)
+                series.has_units = series.has_units or saved.get("has_units", False)
 
 
 def _joined(name: str, before: list[Any], entries: list[Any]) -> list[Any]:

@@ -24,6 +24,7 @@ __all__ = [
     "reduced",
     "rows_of",
     "step_values",
+    "with_sum_of_parts",
 ]
 
 REDUCTIONS = ("mean", "sum", "min", "max")
@@ -120,7 +121,7 @@ def by_name(everyone: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 def step_values(found: Mapping[str, Sequence[tuple[Options, Any, Any, Any]]]) -> StepValues:
     """Return each metric's value of each step, from (options, steps, values, weights) of each rank."""
-    return {
+    values = {
         name: entries[0][1:3]
         if len(entries) == 1 and _are_results(*entries[0])
         else _reduced_in_steps(
@@ -128,6 +129,29 @@ def step_values(found: Mapping[str, Sequence[tuple[Options, Any, Any, Any]]]) ->
         )
         for name, entries in found.items()
     }
+    return with_sum_of_parts(values, {name: [entry[0] for entry in entries] for name, entries in found.items()})
+
+
+def with_sum_of_parts(values: StepValues, options: Mapping[str, Sequence[Options]]) -> StepValues:
+    """Return step values whose loss is the sum of its parts' means if these have own weights, as in an epoch.
+
+    Parameters
+    ----------
+    values : dict
+    options : dict
+        Each rank's options, by name.
+    """
+    whole = next((name for name, of_ranks in options.items() if of_ranks[0].part == ""), None)
+    if whole is None or all(own.on_epoch for own in options[whole]):
+        return values
+    steps, means = values[whole]
+    sums, found = np.zeros(len(means)), np.zeros(len(means), bool)
+    for name, of_ranks in options.items():
+        if of_ranks[0].part:
+            places = np.searchsorted(steps, values[name][0])
+            sums[places] += values[name][1]
+            found[places] = True
+    return {**values, whole: (steps, np.where(found, sums, means))}
 
 
 def _are_results(options: Options, steps: Any, values: Any, weights: Any) -> bool:

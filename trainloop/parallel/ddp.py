@@ -340,7 +340,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
 
 
 class WeighingDataParallel(TTDistributedDataParallel):
-    """A ``TTDistributedDataParallel`` that averages two numbers over the ranks along with a step's gradients.
+    """A ``TTDistributedDataParallel`` that averages four numbers over the ranks along with a step's gradients.
 
     The numbers are the gradient of an extra parameter of the wrapper, which is part of DDP's last bucket, so they need
     no additional exchange. Like all gradients, they add up over the micro-batches of a step.
@@ -354,7 +354,7 @@ class WeighingDataParallel(TTDistributedDataParallel):
     ) -> None:
         exact = all(p.dtype is torch.float64 for p in parameters)
         dtype = torch.float64 if exact else torch.float32
-        carrier = torch.zeros(2, dtype=dtype, device=parameters[0].device, requires_grad=True)
+        carrier = torch.zeros(4, dtype=dtype, device=parameters[0].device, requires_grad=True)
         # Set through __dict__, since the carrier must not be a parameter of the module.
         self.__dict__.update(_tt_carrier=carrier, _tt_numbers=torch.zeros_like(carrier, requires_grad=False))
         owner = weakref.ref(self)
@@ -377,7 +377,7 @@ class WeighingDataParallel(TTDistributedDataParallel):
         return attach_divisor(output + self._tt_carrier.sum().to(output.dtype), divisor_of(output))
 
     def carry(self, numbers: Tensor) -> None:
-        """Set the two numbers of a micro-batch, between its ``get_loss`` and its backward."""
+        """Set the four numbers of a micro-batch, between its ``get_loss`` and its backward."""
         self.__dict__["_tt_numbers"] = numbers.to(self._tt_carrier)
 
     def averaged_numbers(self) -> Tensor | None:

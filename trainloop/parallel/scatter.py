@@ -252,7 +252,8 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = F
     -------
     same type as each loss
         Sums are added. Means over samples are averaged by ``sizes``. For pairs ``(loss, weight)``, losses are averaged
-        by their weights, and weights are added.
+        by their weights, and weights are added. A loss of a ``MultiLoss`` that some parts lack is averaged over the
+        others if it has units of its own, and otherwise counts as zero for these parts.
 
     Raises
     ------
@@ -277,21 +278,33 @@ def _mean(
 ) -> Any:
     first = losses[0]
     if isinstance(first, (MultiLoss, dict)):
-        means = {
-            name: _mean([loss[name] for loss in losses], weights, total, over_samples=over_samples) for name in first
-        }
+        means = {}
+        for name in {name: None for loss in losses for name in loss}:
+            given = [(loss[name], weight) for loss, weight in zip(losses, weights, strict=True) if name in loss]
+            own, own_weights = zip(*given)
+            means[name] = _mean(own, own_weights, total, over_samples=over_samples)
         if isinstance(first, dict):
             return means
-        return MultiLoss(means, first.loss_optimizer_map, first.retain_graph_until_last)
+        maps = [loss.loss_optimizer_map for loss in losses]
+        which = {name: index for one in maps if one for name, index in one.items()} if any(maps) else maps[0]
+        return MultiLoss(means, which, first.retain_graph_until_last)
     if any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in losses):
         raise _wrong_loss(first)
     divisors: list[Any] = [divisor_of(loss) for loss in losses] if over_samples else []
-    if divisors and all(divisor is not None for divisor in divisors):  # trainloop._support.reduction: means over these
+    if any(divisor is not None for divisor in divisors):  # trainloop._support.reduction: means over these
+        divisors = [
+            weight * (loss.detach() != 0) if divisor is None else divisor  # zero if all targets are ignored
+            for loss, weight, divisor in zip(losses, weights, divisors, strict=True)
+        ]
         whole = sum(divisors[1:], divisors[0])
         return attach_divisor(_mean(losses, divisors, whole, of_criterion=True), whole)
     # A part of weight 0 (nothing but padding) may have a loss of 0 / 0, whose gradients are NaN, even if they are
-    # multiplied by 0. So the part is left out. On a GPU, this waits for the device.
-    counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if of_criterion or weight]
+    # multiplied by 0. Such a part is left out; any other gives gradients of zero. On a GPU, this waits for the device.
+    counted = [
+        (loss, weight)
+        for loss, weight in zip(losses, weights, strict=True)
+        if of_criterion or weight or torch.isfinite(loss)
+    ]
     if not counted:  # the result is zero, but still in the graph
         return sum(torch.nan_to_num(loss) * 0.0 for loss in losses)
     return sum(_weighted(loss, weight, total) for loss, weight in counted)

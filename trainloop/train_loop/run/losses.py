@@ -55,11 +55,19 @@ class BatchLoss(NamedTuple):
     """True if the loss is a sum over the batch's samples, rather than a mean."""
 
     def shown(self, size: int) -> tuple[Any, Any]:
-        """Return the mean loss of a batch of ``size`` samples, and its weight, for the history."""
+        """Return the mean loss of a batch of ``size`` samples, and its weight, for the history.
+
+        The weight is an int if it is the number of samples, and otherwise a float or a tensor.
+        """
         loss = self.loss.detach() / max(size, 1) if self.is_sum else self.loss
         if isinstance(self.units, dict):
-            return loss, {name: self.units.get(name, size) for name in loss}
-        return loss, size if self.units is None else self.units
+            return loss, {name: _as_units(self.units[name]) if name in self.units else size for name in loss}
+        units = self.units
+        return loss, size if units is None else float(units) if type(units) is int else units
+
+
+def _as_units(number: Any) -> Any:
+    return float(number) if type(number) is int else number
 
 
 def read_loss(output: Any, size: int, sums: Callable[[Any], bool] | None = None) -> BatchLoss:

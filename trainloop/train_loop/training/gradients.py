@@ -104,8 +104,10 @@ class Gradients:
         its optimizer if there are several. ``None``: ranks have not agreed yet."""
         self._agrees = False
         """True if ranks agree on new names in each micro-batch, as the first batch of a rank had a ``MultiLoss``."""
-        self._averaged: dict[str, float] = {}
-        """Weights by samples, in the current step, of losses that have had no weights of their own until now."""
+        self._separated = False
+        """True if the losses of a ``MultiLoss`` have had separate gradients, which DDP does not reduce."""
+        self._averaged: dict[str, list[tuple[Tensor, float]]] = {}
+        """Losses of the current step that have had no weights of their own until now, with their weights by samples."""
         self.calls_class_losses = False
         """True if ``get_loss`` has called a loss of class indices while the run looked for such calls."""
         self.take_rules()
@@ -243,7 +245,7 @@ class Gradients:
         """Prepare for a step; ``ragged`` is True if ranks have different numbers of micro-batches. Collective."""
         weight = self.weight
         weight.ragged = ragged
-        weight.reduced_later = (ragged or self._always_later) and not self._place.collective
+        weight.reduced_later = (ragged or self._always_later or self._separated) and not self._place.collective
         if weight.reduced_later or self._shares_buffers:  # DDP's forward does this by itself
             self._place.share_buffers()
         if weight.reduced_later and isinstance(self._place.wrapper, TTDistributedDataParallel):
@@ -317,7 +319,7 @@ class Gradients:
         if read.is_sum:  # gradients of micro-batches add up unscaled, and are averaged over ranks
             if self.ranks == 1:
                 return loss
-            step.add(0.0, 0.0)  # the weight that DDP carries is otherwise the last one of a mean
+            step.add(0.0)  # the weight that DDP carries is otherwise the last one of a mean
             return loss * self.ranks
         if self.ranks == 1 and count == 1:  # the only rank of a group: as in is_whole
             return loss
@@ -332,16 +334,19 @@ class Gradients:
             at_once = last and not step.ragged and (count == 1 or not began)
             return self._scaled_parts(loss, weight if own else {}, share, size, at_once=at_once)
         if isinstance(loss, MultiLoss):
-            for name in loss:
-                self._averaged[name] = self._averaged.get(name, 0.0) + share
+            for name, part in loss.items():
+                self._averaged.setdefault(name, []).append((part.detach(), share))
         usual = step.usual(None, size if weight is None else weight, size) if step.weighted else 1.0
         # With as many units as samples, the bits are the same as without a weight.
         if weight is None or (not isinstance(weight, Tensor) and weight == size):
-            step.add(share / usual, 0.0)
+            if weight is None and isinstance(loss, Tensor):
+                step.add_samples(loss, share / usual)
+            else:
+                step.add(share / usual, units=weight is not None)
             loss = loss * scale if scale is not None else loss / count if count > 1 else loss
             return loss if usual == 1 else loss / usual
         units = step.exact(weight) * (share / max(size, 1) / usual)
-        step.add(units, 1.0)
+        step.add(units, units=True, uneven=True)
         return loss * _like(loss, units)
 
     def agree(self, loss: Any, weight: Any) -> None:
@@ -403,17 +408,22 @@ class Gradients:
         losses: Mapping[str, Tensor] = loss if isinstance(loss, MultiLoss) else {}
         names = dict.fromkeys((*(self._names or ()), *own))
         per_unit = share / max(size, 1)
-        units = {name: step.exact(own.get(name, size)) * per_unit for name in names if name in losses}
+        units = {
+            # A loss of zero that has no units now has none: get_loss returns it if all targets are ignored.
+            name: (step.exact(own[name]) if name in own else size * (1 - step.is_zero(losses[name]))) * per_unit
+            for name in names
+            if name in losses
+        }
         if at_once:
-            step.add(share, 0.0)
+            step.add(share)
             mine = torch.stack([step.zero() + units.get(name, 0) for name in names])
-            sums = mine + torch.stack([step.zero() + self._averaged.get(name, 0) for name in names])
+            sums = mine + torch.stack([self._averaged_weight(name) for name in names])
             sums = distributed.all_reduce(sums, "mean") if self.ranks > 1 else sums
             factors = dict(zip(names, mine / sums.clamp(min=TINY)))
         else:
             if not step.ragged and isinstance(self._place.wrapper, TTDistributedDataParallel):
                 # DDP's reducer would reduce the sum of these gradients.
-                self._always_later = step.reduced_later = True
+                self._separated = step.reduced_later = True
             factors = {}
             for name in names:  # on all ranks, since they agree on what is usual
                 usual = step.usual(name, own.get(name, size) if name in losses else 0, size)
@@ -424,6 +434,11 @@ class Gradients:
         if not losses:
             return loss * share
         return _times(loss, {name: factors.get(name, share) for name in losses})
+
+    def _averaged_weight(self, name: str) -> Tensor:
+        """Return the weight by samples of a loss's earlier micro-batches in the step; zeros have no units."""
+        step = self.weight
+        return sum((of * (1 - step.is_zero(loss)) for loss, of in self._averaged.get(name, ())), step.zero())
 
     def backward(self, loss: Tensor | MultiLoss) -> None:
         """Run backward of a scaled loss.
@@ -516,8 +531,8 @@ class Gradients:
                 names = dict.fromkeys(name for names in distributed.gather_object(list(self._parts)) for name in names)
             self._parts = {name: self._parts.get(name) or _Part() for name in names}
         step = self.weight
-        earlier = {name: share / step.usual_units.get(name, 1.0) for name, share in self._averaged.items()}
-        weights = torch.stack([step.zero() + earlier.get(name, 0) + part.weight for name, part in self._parts.items()])
+        earlier = {name: self._averaged_weight(name) / step.usual_units.get(name, 1.0) for name in self._parts}
+        weights = torch.stack([earlier[name] + part.weight for name, part in self._parts.items()])
         if self.ranks > 1:
             weights = distributed.all_reduce(weights, "mean")
         for part, weight in zip(self._parts.values(), weights.clamp(min=TINY)):

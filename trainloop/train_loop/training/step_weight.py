@@ -8,7 +8,7 @@ samples and the usual number of units per sample. At the end of the step, :meth:
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ __all__ = ["TINY", "StepWeight"]
 
 TINY = 1e-12
 """Least weight: if all weights are 0 (every token is padding), so are all gradients; dividing by 0 would make NaN."""
+
+
+class _Numbers(NamedTuple):
+    """What a step's weight consists of: of a micro-batch, their sums, or the sums' averages over ranks."""
+
+    weight: Any = 0.0
+    units: Any = 0.0
+    """Above 0 if any loss has units of its own."""
+    uneven: Any = 0.0
+    """Above 0 if the number of units of any loss differs from the number of samples."""
+    empty: Any = 0.0
+    """Weight of losses of zero without units, which does not count beside losses with units."""
 
 
 class StepWeight:
@@ -51,7 +63,7 @@ class StepWeight:
     def __init__(self, place: Any, ranks: int) -> None:
         self._place = place
         self._ranks = ranks
-        self._known_numbers: dict[tuple[float, float], Tensor] = {}
+        self._known_numbers: dict[_Numbers, Tensor] = {}
         self.usual_units: dict[str | None, float] = {}
         self.ragged = self.reduced_later = self.always_weighted = False
         self.clear()
@@ -60,15 +72,42 @@ class StepWeight:
         """Begin a step."""
         self.given: list[bool] = []
         self.weighted = self.always_weighted
-        self._weight: Any = 0.0
-        self._uneven = 0.0
+        self._sums = _Numbers()
+        self._of_samples: list[tuple[Tensor, float]] = []
 
-    def add(self, weight: Any, uneven: float) -> None:
-        """Add a micro-batch's weight to the step's weight; ``uneven`` is 1 if it differs from the number of samples."""
-        self._weight, self._uneven = self._weight + weight, self._uneven + uneven
+    def add(self, weight: Any, *, units: bool = False, uneven: bool = False, empty: Any = 0.0) -> None:
+        """Add a micro-batch's weight to the step's weight.
+
+        Parameters
+        ----------
+        weight : number or 0-d Tensor
+        units : bool
+            True if the loss has units of its own.
+        uneven : bool
+            True if their number differs from the number of samples.
+        empty : number or 0-d Tensor
+            The part of the weight that does not count if the step has units.
+        """
+        numbers = _Numbers(weight, float(units), float(uneven), empty)
+        self._sums = _Numbers(*(mine + own for mine, own in zip(self._sums, numbers, strict=True)))
         carrier = self._carrier
         if carrier is not None:
-            carrier.carry(self._numbers(weight, uneven))
+            carrier.carry(self._stacked(numbers))
+
+    def add_samples(self, loss: Tensor, weight: float) -> None:
+        """Add the weight of a micro-batch whose loss has no units, so that its samples count.
+
+        But if others have units, a loss of zero has none: ``get_loss`` returns it if all targets are ignored.
+        """
+        if self._carrier is not None and self.weighted:
+            self.add(weight, empty=weight * self.is_zero(loss))
+        else:
+            self._of_samples.append((loss.detach(), weight))
+            self.add(weight)
+
+    def is_zero(self, loss: Tensor) -> Tensor:
+        """Return 1 for a loss of zero, and otherwise 0, on its device."""
+        return (loss.detach() == 0).reshape(()).to(self.zero().dtype)
 
     def usual(self, name: str | None, weight: Any, size: int) -> float:
         """Return the usual number of units per sample: a power of two, by which a division changes no bit.
@@ -113,28 +152,33 @@ class StepWeight:
 
     def factor(self, *, weighted: bool) -> Tensor | float:
         """Return the factor that the step's gradients still need; ``weighted`` is True if any rank is. Collective."""
-        weight, uneven = self._weight, self._uneven
+        sums = self._sums
+        if weighted and self._of_samples:
+            sums = sums._replace(empty=sums.empty + sum(of * self.is_zero(loss) for loss, of in self._of_samples))
         if self._ranks > 1:
-            weight, uneven = self._over_ranks(weight, uneven, weighted=weighted)
+            averages = self._over_ranks(sums, weighted=weighted)
+            if averages is None:
+                return 1.0
+            sums = _Numbers(*(averages.tolist() if averages.is_cpu else averages))  # reading a GPU would wait
         usual = self.usual_units.get(None, 1.0) if weighted else 1.0
-        if not uneven:
+        if isinstance(sums.empty, Tensor) and sums.empty.is_cpu:
+            sums = sums._replace(empty=sums.empty.item())
+        weight: Any = sums.weight - sums.empty * (sums.units > 0)
+        if isinstance(sums.uneven, Tensor):
+            weight = torch.where((sums.uneven > 0) | (sums.empty * sums.units > 0), weight, 1 / usual)
+        elif not sums.uneven and not (sums.units and (isinstance(sums.empty, Tensor) or sums.empty)):
             return usual  # exactly
         if isinstance(weight, Tensor) and weight.is_cpu:
             weight = weight.item()  # waits for nothing, and is often exactly 1
         return 1 / (weight.clamp(min=TINY) if isinstance(weight, Tensor) else max(weight, TINY))
 
-    def _over_ranks(self, weight: Any, uneven: float, *, weighted: bool) -> tuple[Any, float]:
-        """Return the step's weight per sample over all ranks, and a number that is 0 if the weight is 1."""
+    def _over_ranks(self, sums: _Numbers, *, weighted: bool) -> Tensor | None:
+        """Return the averages of the step's numbers over all ranks; ``None`` if the weight is known to be 1."""
         carrier = self._carrier
         averages = None if carrier is None else carrier.averaged_numbers()
         if not weighted and (averages is None or not averages.is_cpu):
-            return 1.0, 0.0
-        if averages is None:
-            averages = distributed.all_reduce(self.zero() + self._numbers(weight, uneven), "mean")
-        if averages.is_cpu:
-            weight, uneven = averages.tolist()
-            return weight, uneven
-        return averages[0], 1.0  # reading the second number would wait for the device
+            return None
+        return distributed.all_reduce(self._stacked(sums), "mean") if averages is None else averages
 
     @property
     def _carrier(self) -> WeighingDataParallel | None:
@@ -142,16 +186,16 @@ class StepWeight:
         wrapper = self._place.wrapper
         return wrapper if isinstance(wrapper, WeighingDataParallel) and not self.reduced_later else None
 
-    def _numbers(self, weight: Any, uneven: float) -> Tensor:
-        """Return the two numbers that ranks average, on the device."""
-        if isinstance(weight, Tensor):
-            return torch.stack([weight, torch.full_like(weight, uneven)])
-        known = self._known_numbers.get((weight, uneven))
+    def _stacked(self, numbers: _Numbers) -> Tensor:
+        """Return the numbers that ranks average, on the device."""
+        if any(isinstance(number, Tensor) for number in numbers):
+            return torch.stack([self.zero() + number for number in numbers])
+        known = self._known_numbers.get(numbers)
         if known is None:
             if len(self._known_numbers) > 64:  # limits the cache's memory if weights never repeat
                 self._known_numbers.clear()
-            known = torch.stack([self.zero() + weight, self.zero() + uneven])
-            self._known_numbers[weight, uneven] = known
+            known = torch.stack([self.zero() + number for number in numbers])
+            self._known_numbers[numbers] = known
         return known
 
     def exact(self, weight: Any) -> Any:
