@@ -89,10 +89,17 @@ class DrawnBatches:
         raise ValueError("unknown")
 
 
+class DrawnIndices(DrawnBatches):
+    def __iter__(self) -> DrawnBatches:
+        self.left = list(range(7))  # type: ignore[arg-type]
+        return self
+
+
 SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "batch_size": lambda: {"batch_size": 4},
     "BatchSampler": lambda: {"batch_sampler": BatchSampler(SequentialSampler(ITEMS), 4, False)},
     "list": lambda: {"batch_sampler": [[0, 1, 2, 3], [4, 5, 6]]},
+    "own indices": lambda: {"batch_size": 4, "sampler": DrawnIndices()},
     "own": lambda: {"batch_sampler": DrawnBatches()},
     "stream": lambda: {"batch_size": 4},
 }
