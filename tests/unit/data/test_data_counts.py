@@ -329,6 +329,17 @@ def test_a_sampler_that_never_ends_is_an_error_in_evaluation() -> None:
     with pytest.raises(ValueError, match="Endless has a length of 7"):
         list(EvalFeed(loader).batches())
 
+    class WithoutLength:
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                yield 0
+
+    loader = DataLoader(Items(), 4, sampler=WithoutLength(), collate_fn=as_lists)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"WithoutLength has no length \(the dataset has 7\), but has yielded 1021 items"
+    ):
+        list(EvalFeed(loader).batches())
+
 
 @pytest.mark.parametrize("seed", [None, 0])
 def test_a_sampler_s_length_may_change_with_the_epoch(seed: int | None) -> None:
