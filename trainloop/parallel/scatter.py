@@ -476,6 +476,13 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
         Number of samples of each part.
     dim : int
     """
+    if any(part is None for part in parts):
+        if all(part is None for part in parts):
+            return None
+        raise ConfigurationError(
+            "get_predictions returned None for a part of a batch, and a result for another part. In dp, it runs once for "
+            "each part: return None for all of them, or for none."
+        )
     like = next((part for part in parts if not _lacks_rows(part)), None)
     if like is not None:  # squeeze() and tolist() remove the rows of a part with one sample
         ones = [size == 1 and _lacks_rows(part) for part, size in zip(parts, sizes, strict=True)]
