@@ -480,8 +480,8 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
         if all(part is None for part in parts):
             return None
         raise ConfigurationError(
-            "get_predictions returned None for a part of a batch, and a result for another part. In dp, it runs once for "
-            "each part: return None for all of them, or for none."
+            "get_predictions returned None for a part of a batch, and a result for another part. In dp, it runs once "
+            "for each part: return None for all of them, or for none."
         )
     like = next((part for part in parts if not _lacks_rows(part)), None)
     if like is not None:  # squeeze() and tolist() remove the rows of a part with one sample
