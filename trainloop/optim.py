@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -308,6 +309,8 @@ def explain_no_graph(error: RuntimeError, optimizer: Any) -> None:
 def _with_weight(name: str, loss: Any) -> Tensor:
     """Return a loss of a MultiLoss; a weight that came with it is attached, like the divisor of a criterion."""
     weight = None
+    if name is None or name == "":
+        raise ConfigurationError(f"loss_dict has a loss with the name {name!r}. Give it a name, such as 'classes'.")
     if isinstance(loss, tuple) and len(loss) == 2:
         loss, weight = loss
     number = isinstance(weight, (int, float, np.generic)) and not isinstance(weight, bool)
@@ -331,13 +334,22 @@ def weighed(loss: Any, weight: Any) -> Any:
     """
     if isinstance(weight, Tensor):
         return loss * (weight.detach().reshape(()) != 0)
-    check_sign(weight)
+    check_weight(weight)
     return loss if weight else loss * 0.0
 
 
-def check_sign(weight: Any) -> None:
-    """Raise ConfigurationError for a negative number as the weight of a loss."""
-    if isinstance(weight, (int, float, np.number)) and weight < 0:
+def check_weight(weight: Any) -> None:
+    """Raise ConfigurationError for a weight of a loss that is no 0-d tensor and no number from 0 on."""
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        return
+    if not isinstance(weight, (int, float, np.generic)):
+        given = f"tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+        raise ConfigurationError(
+            f"get_loss returned (loss, weight) with a {given} as the weight. The weight must be a number or a 0-d "
+            "tensor, for example the number of tokens. To keep a model's output, store it in an attribute."
+        )
+    number: Any = weight
+    if not 0 <= number < math.inf:
         raise ConfigurationError(
             f"get_loss returned a loss with the weight {weight}. A weight is the number of units that the loss is a "
             "mean over: 0 or more. To change the sign or the size of a loss, multiply the loss."

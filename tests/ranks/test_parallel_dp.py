@@ -171,7 +171,7 @@ def test_multi_losses_combine_by_name() -> None:
     [
         (torch.ones(2), r"get_loss returned a tensor of shape \(2,\). Return a 0-d tensor"),
         (3.0, r"get_loss returned 3.0, a float. Return"),
-        ((torch.tensor(1.0), torch.ones(2)), r"get_loss returned \(tensor.*, a tuple. .*\(loss, weight\)"),
+        ((torch.tensor(1.0), torch.ones(2)), r"with a tensor of shape \(2,\) as the weight"),
         (None, "get_loss returned None, a NoneType"),
     ],
 )
@@ -537,3 +537,10 @@ def test_dp_refuses_the_result_of_torch_compile_and_accepts_a_module_compiled_in
     blocks[1].compile(backend="eager")
     x = torch.ones(4, 2)
     torch.testing.assert_close(TTDataParallel(blocks, devices=2)(x), blocks(x))
+
+
+def test_parts_of_which_some_predict_none_are_an_error() -> None:
+    assert parts.combine_predictions([(t(2), None, None), (t(1), None, None)], [2, 1])[1:] == (None, None)
+    for odd in ([(t(2), None, {}), (t(1), t(1), {})], [(t(2), t(2), {"id": t(2)}), (t(1), t(1), {"id": None})]):
+        with pytest.raises(ConfigurationError, match=r"returned None for a part of a batch, and a result for another"):
+            parts.combine_predictions(odd, [2, 1])

@@ -54,6 +54,36 @@ class Heads(TTModel):
         raise NotImplementedError
 
 
+class Adapter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.adapter = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, adapts: bool) -> Tensor:
+        y = torch.tanh(self.layer(x))
+        return y + self.adapter(x) if adapts else y
+
+
+class Optional(Heads):
+    """Frozen units with a trained adapter, and a root with a head, which only some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__("optional")
+        self.blocks = nn.ModuleList([Adapter(), Adapter()])
+        self.requires_grad_(False)
+        for part in (self.heads, *(block.adapter for block in self.blocks)):
+            part.requires_grad_(True)
+        self.start = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.double()
+
+    def loss(self, x: Tensor, is_left: Tensor) -> Tensor:
+        left = bool(is_left[0])
+        y = self.start(x)
+        for block in self.blocks:
+            y = block(y, left)
+        return (y - x).square().mean() + (self.heads["l"](torch.tanh(self.body(y))).square().mean() if left else 0.0)
+
+
 def _data(length: int) -> TensorDataset:
     draws = torch.Generator(device="cpu").manual_seed(length)
     x = torch.randn(length, 4, generator=draws, dtype=torch.float64, device="cpu")
@@ -98,6 +128,13 @@ def test_ranks_may_reach_other_parameters(kind: str, ranks: int, accumulation: i
     data = _data(length)
     trained = _trained(Heads(kind), data, ranks, accumulation)
     torch.testing.assert_close(trained, _by_hand(Heads(kind), data, ranks, accumulation), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks, accumulation, length", [(2, 1, 48), (3, 2, 50)])
+def test_only_some_ranks_may_reach_the_trained_parameters_of_a_unit(ranks: int, accumulation: int, length: int) -> None:
+    data = _data(length)
+    trained = _trained(Optional(), data, ranks, accumulation)
+    torch.testing.assert_close(trained, _by_hand(Optional(), data, ranks, accumulation), rtol=0, atol=1e-12)
 
 
 def test_ranks_that_run_other_units_are_an_error_before_the_step(tmp_path: Path) -> None:

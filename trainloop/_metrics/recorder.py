@@ -261,7 +261,7 @@ class Recorder:
     # -- once for each metric ------------------------------------------------------------------------------------------
 
     def _part(self, part: str) -> _Series:
-        key = f"{self._prefix}loss_{part}" if part else f"{self._prefix}loss"
+        key = next(iter(named_losses({part: 0.0}, self._prefix)))
         if key in self._series and self._series[key].options.part is None:
             raise ConfigurationError(_is_loop_loss(key))
         options = Options(self._on_step, True, "mean", True, part)
@@ -485,7 +485,7 @@ def _joined(name: str, before: list[Any], entries: list[Any]) -> list[Any]:
 
 def named_losses(losses: Mapping[str, float], prefix: str = "") -> dict[str, float]:
     """Return losses by their names in the history."""
-    return {f"{prefix}loss_{part}" if part else f"{prefix}loss": value for part, value in losses.items()}
+    return {f"{prefix}loss" if part == "" else f"{prefix}loss_{part}": value for part, value in losses.items()}
 
 
 def _is_loop_loss(name: str) -> str:

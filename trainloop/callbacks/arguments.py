@@ -77,7 +77,7 @@ def path_of(owner: str, name: str, value: Any, *, optional: bool = False) -> str
     """Return an argument as an absolute path, with ``~`` expanded, or as a URL; None if it is ``optional``."""
     if value is None and optional:
         return None
-    if not isinstance(value, (str, os.PathLike)):
+    if not isinstance(value, (str, os.PathLike)) or value == "":
         raise ConfigurationError(f"{owner}: {name}={value!r}: must be a path{', or None' * optional}.")
     return absolute_path(value)
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 from trainloop._support.nested import map_parts, map_together, parts_of, with_parts
 from trainloop._support.reduction import attach_divisor, divisor_of
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, check_sign
+from trainloop.optim import MultiLoss, check_weight
 
 # -- cutting -----------------------------------------------------------------------------------------------------------
 
@@ -265,9 +265,7 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = F
         if all(weight is None for weight in weights):  # as if get_loss had returned the loss alone
             return combine_losses([loss[0] for loss in losses], sizes, summed), None
         for weight in weights:
-            check_sign(weight)
-        if any(isinstance(weight, Tensor) and weight.numel() != 1 for weight in weights):
-            raise _wrong_loss(losses[0])
+            check_weight(weight)
         total = sum(weights[1:], weights[0])
         return _mean([loss[0] for loss in losses], weights, total), total
     return _mean(losses, [1] * len(losses), 1) if summed else _mean(losses, sizes, sum(sizes), over_samples=True)
@@ -491,6 +489,13 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
         Number of samples of each part.
     dim : int
     """
+    if any(part is None for part in parts):
+        if all(part is None for part in parts):
+            return None
+        raise ConfigurationError(
+            "get_predictions returned None for a part of a batch, and a result for another part. In dp, it runs once "
+            "for each part: return None for all of them, or for none."
+        )
     like = next((part for part in parts if not _lacks_rows(part)), None)
     if like is not None:  # squeeze() and tolist() remove the rows of a part with one sample
         ones = [size == 1 and _lacks_rows(part) for part, size in zip(parts, sizes, strict=True)]

@@ -227,8 +227,11 @@ class CompleteUnits:
             trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
             reached = {id(p.sharded_param) for p in trained if _has_gradient(p)}
             self._reached |= reached if self.counted is None else reached & self.counted
-            self._order += [index] if reached else []
-            for p in trained if reached else ():
+            # A unit whose backward begins may still reach none of its trained parameters, such as an optional adapter.
+            begun = group._training_state is type(group._training_state).PRE_BACKWARD
+            exchanged = trained if reached or begun else []
+            self._order += [index] if exchanged else []
+            for p in exchanged:
                 if id(p.sharded_param) not in reached:
                     p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
         post_backward(*args)

@@ -89,10 +89,17 @@ class DrawnBatches:
         raise ValueError("unknown")
 
 
+class DrawnIndices(DrawnBatches):
+    def __iter__(self) -> DrawnBatches:
+        self.left = list(range(7))  # type: ignore[arg-type]
+        return self
+
+
 SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "batch_size": lambda: {"batch_size": 4},
     "BatchSampler": lambda: {"batch_sampler": BatchSampler(SequentialSampler(ITEMS), 4, False)},
     "list": lambda: {"batch_sampler": [[0, 1, 2, 3], [4, 5, 6]]},
+    "own indices": lambda: {"batch_size": 4, "sampler": DrawnIndices()},
     "own": lambda: {"batch_sampler": DrawnBatches()},
     "stream": lambda: {"batch_size": 4},
 }
@@ -320,6 +327,17 @@ def test_a_sampler_that_never_ends_is_an_error_in_evaluation() -> None:
 
     loader: Any = DataLoader(Items(), batch_sampler=Endless(), collate_fn=as_lists)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Endless has a length of 7"):
+        list(EvalFeed(loader).batches())
+
+    class WithoutLength:
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                yield 0
+
+    loader = DataLoader(Items(), 4, sampler=WithoutLength(), collate_fn=as_lists)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"WithoutLength has no length \(the dataset has 7\), but has yielded 1021 items"
+    ):
         list(EvalFeed(loader).batches())
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainloop import MultiLoss
 from trainloop._metrics import Recorder
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.scatter import combine_predictions
+from trainloop.parallel.scatter import combine_losses, combine_predictions
 from trainloop.train_loop.run.evaluating import evaluating, keep_all_batches, mean_loss, predictions
 from trainloop.train_loop.run.losses import read_loss
 from trainloop.train_loop.run.rows import join_rows, on_cpu
@@ -84,13 +84,17 @@ def test_no_samples_is_an_error() -> None:
         ),
         ((torch.tensor(1.0), {"tokens": 3}), r"with a dict as the weight. The weight must be a number or a 0-d tensor"),
         ((torch.tensor(1.0), -1), r"get_loss returned a loss with the weight -1. A weight is .*: 0 or more"),
+        ((torch.tensor(1.0), float("nan")), r"get_loss returned a loss with the weight nan. A weight is"),
         (torch.ones(4), r"get_loss returned a tensor of shape \(4,\). Return a 0-d loss, for example its .mean\(\)."),
     ],
-    ids=["number", "nothing", "number and weight", "tuple", "output", "dict", "negative", "unreduced"],
+    ids=["number", "nothing", "number and weight", "tuple", "output", "dict", "negative", "nan", "unreduced"],
 )
 def test_what_is_no_loss(output: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         read_loss(output, 1)
+    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], torch.Tensor):
+        with pytest.raises(ConfigurationError, match=message):
+            combine_losses([output, output], [1, 1])  # in dp
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------

@@ -195,6 +195,37 @@ def test_a_loader_that_is_its_own_iterator_is_not_evaluated_while_it_is_read(hoo
             tl.fit(num_epochs=2, callbacks=[Evaluates()])
 
 
+class OwnIndices:
+    """A sampler that is its own iterator, which begins again in ``__iter__``."""
+
+    def __iter__(self) -> OwnIndices:
+        self.left = list(range(10))
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+    def __len__(self) -> int:
+        return 10
+
+
+@pytest.mark.parametrize("same_loader", [True, False])
+def test_a_sampler_that_is_its_own_iterator_is_not_evaluated_while_it_is_read(same_loader: bool) -> None:
+    class Evaluates(AbstractCallback):
+        def on_batch_end(self) -> None:
+            self.train_loop_obj.evaluate(loader if same_loader else DataLoader(make_data(), 5, sampler=sampler))
+
+    sampler: Any = OwnIndices()
+    loader = DataLoader(make_data(), 4, sampler=sampler)
+    tl = make_loop()
+    tl.train_loader = loader
+    with pytest.raises(ConfigurationError, match=r"train_loader\.sampler is its own iterator \(OwnIndices has"):
+        tl.fit(num_epochs=1, callbacks=[Evaluates()])
+    assert len(tl.predict_with_model(loader)[0]) == 10
+
+
 # -- a model's own -----------------------------------------------------------------------------------------------------
 
 

@@ -317,6 +317,15 @@ def test_loss_and_its_parts() -> None:
     assert list(end.steps) == ["loss", "loss_g", "loss_d"]
 
 
+def test_numbers_may_name_the_parts_of_a_loss() -> None:
+    from trainloop import MultiLoss
+
+    recorder = Recorder()
+    recorder.step = 1
+    recorder.add_loss(MultiLoss({0: torch.tensor(1.0), 1: torch.tensor(2.0)}), 10)  # type: ignore[dict-item]
+    assert named_losses(recorder.finish_epoch().losses) == {"loss": 3.0, "loss_0": 1.0, "loss_1": 2.0}
+
+
 def test_bar_shows_the_newest_value() -> None:
     recorder = Recorder()
     log(recorder, "shown", torch.tensor(1.0), prog_bar=True)

@@ -73,6 +73,20 @@ def distributed_sampler(loader: Any) -> Any | None:
     return next((one for one in samplers if isinstance(one, DistributedSampler) or num_ranks_of(one) > 1), None)
 
 
+def refuse_shared_iterator(loader: Any, training: Any) -> None:
+    """Raise ConfigurationError if a loader that is read within an epoch has an iterator of the training loader."""
+    own = parts_of_loader(training)
+    for part in parts_of_loader(loader).values():
+        name = next((name for name, other in own.items() if other is part and hasattr(type(part), "__next__")), None)
+        if name is not None:
+            where = "train_loader" if name == "loader" else f"train_loader.{name}"
+            raise ConfigurationError(
+                f"{where} is its own iterator ({type(part).__name__} has "
+                "__next__), so evaluating it within an epoch would take the batches of the training. Evaluate it in "
+                "on_epoch_end, or return a new iterator from its __iter__."
+            )
+
+
 def num_ranks_of(sampler: Any) -> int:
     """Return the number of ranks that a sampler says it splits its samples over; 1 if it says nothing.
 

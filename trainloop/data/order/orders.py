@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from trainloop._support.keywords import why_not
 from trainloop._support.nested import packed, unpacked
@@ -86,6 +86,21 @@ def rest_of(iterator: Iterator[T]) -> Iterator[T]:
         yield item
 
 
+def batches_of(sampler: Iterable[T]) -> Iterator[T]:
+    """Return ``iter(sampler)``; for torch's ``BatchSampler``, an iterator of the same batches.
+
+    Since torch 2.7, ``BatchSampler`` calls ``iter`` again for each batch: an endless loop if that starts again.
+    """
+    return iter(sampler) if type(sampler) is not BatchSampler or sampler.drop_last else _cut(sampler)
+
+
+def _cut(sampler: BatchSampler) -> Iterator[Any]:
+    indices = iter(sampler.sampler)
+    rest = rest_of(indices) if indices is sampler.sampler else indices
+    while batch := [*islice(rest, sampler.batch_size)]:
+        yield batch
+
+
 def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> Iterator[list[Any]]:
     """Yield lists of ``at_once`` items, drawn under an isolated random state that depends only on the seed.
 
@@ -93,7 +108,7 @@ def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> It
     """
     isolated = nullcontext() if seed is None else IsolatedRandomState(seed)
     with isolated:
-        iterator = rest_of(iter(iterable))
+        iterator = rest_of(batches_of(iterable))
     while True:
         with isolated:
             chunk = list(islice(iterator, at_once))

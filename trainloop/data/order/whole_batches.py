@@ -66,13 +66,15 @@ class WholeBatches(BatchShardSampler):
         world_size = self.num_replicas
         # Without a seed, the sampler and the dataset draw alternately from the same generators.
         rounds = 1 if self.seed is None else _ROUNDS_AT_ONCE
-        length = length_of(self.base)
+        base, length, samples = self.base, length_of(self.base), self._num_samples
+        own, size = (base.sampler, base.batch_size) if type(base) is BatchSampler else (base, 1)
+        limit = length if length is not None or samples is None else samples // size + 1
         for units in self._read(world_size * rounds):
-            if length is not None and len(self._visited) > 10 * length + 1000:
+            if limit is not None and len(self._visited) > 10 * limit + 1000:
+                known = f"no length (the dataset has {samples})" if length is None else f"a length of {length}"
                 raise ConfigurationError(
-                    f"{type(self.base).__name__} has a length of {length}, but has yielded {len(self._visited)} items "
-                    "in one pass, so an evaluation may never end. Make its iterator end, or evaluate on a loader with "
-                    "another sampler."
+                    f"{type(own).__name__} has {known}, but has yielded {len(self._visited)} items in one pass, so an "
+                    "evaluation may never end. Make its iterator end, or evaluate on a loader with another sampler."
                 )
             for start in range(0, len(units), world_size):
                 group = units[start : start + world_size]

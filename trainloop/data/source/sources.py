@@ -36,7 +36,7 @@ from trainloop.data.batch.stops import slipped_out
 from trainloop.data.loader import libraries, loaders
 from trainloop.data.loader.loader_copies import copy_loader
 from trainloop.data.order.columns import SplitBatches
-from trainloop.data.order.orders import digest_of, length_of, rest_of
+from trainloop.data.order.orders import batches_of, digest_of, length_of, rest_of
 from trainloop.data.order.samplers import RankSizes
 from trainloop.data.source.tensors import TensorRows, draw_base_seed, loader_batches, loads_batches_here
 from trainloop.data.stream.positions import InProcess, Position, StreamPlaces
@@ -166,7 +166,7 @@ class LoggedIndices:
 
     def __iter__(self) -> Iterator[Any]:
         self.log.clear()
-        return self._logged(iter(self.base))  # now: the sampler may draw random numbers when its iteration starts
+        return self._logged(batches_of(self.base))  # now: the sampler may draw random numbers when its iteration starts
 
     def _logged(self, batches: Iterator[Any]) -> Iterator[Any]:
         for indices in rest_of(batches):
@@ -285,7 +285,7 @@ def _batches_of(loader: Any, name: str) -> Iterator[Any]:
         return start_reading(loader, name)
     dataset: Any = loader.dataset
     fetch, collate = getattr(dataset, "__getitems__", None), loader.collate_fn
-    batches_of_indices = iter(loader.batch_sampler)
+    batches_of_indices = batches_of(loader.batch_sampler)
     draw_base_seed(loader)
 
     def load(indices: Any) -> Any:

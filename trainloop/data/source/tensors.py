@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
 from torch.utils.data.dataloader import default_collate
 
-from trainloop.data.order.orders import rest_of
+from trainloop.data.order.orders import batches_of, rest_of
 
 _BATCHES_AT_ONCE = 256
 
@@ -152,7 +152,7 @@ def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[T
         A loader with any batch sampler.
     """
     batch_sampler: Any = loader.batch_sampler
-    batches_of_indices = iter(batch_sampler)  # first, like torch: a user's sampler may draw here
+    batches_of_indices = batches_of(batch_sampler)  # first, like torch: a user's sampler may draw here
     draw_base_seed(loader)
     if type(batch_sampler) is BatchSampler:
         sampler: Any = batch_sampler.sampler

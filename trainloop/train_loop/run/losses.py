@@ -11,14 +11,13 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from trainloop._support.reduction import divisor_of
 from trainloop.data.batch.batches import note_batch
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, split_yielded, weighed
+from trainloop.optim import MultiLoss, check_weight, split_yielded, weighed
 from trainloop.parallel.misuse import explain_sharded, used_outside_of_forward
 from trainloop.parallel.shards import is_sharded
 
@@ -103,13 +102,8 @@ def split_loss(output: Any) -> tuple[Any, Any]:
                 "is, for example, the number of tokens."
             )
         loss, weight = output
-        plain = weight is None or isinstance(weight, (int, float, np.generic))
-        if not (plain or (isinstance(weight, Tensor) and weight.numel() == 1)):
-            given = f"tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
-            raise ConfigurationError(
-                f"get_loss returned (loss, weight) with a {given} as the weight. The weight must be a number or a 0-d "
-                "tensor, for example the number of tokens. To keep a model's output, store it in an attribute."
-            )
+        if weight is not None:
+            check_weight(weight)
         if weight is not None and isinstance(loss, MultiLoss) and loss.weighted:
             raise ConfigurationError(
                 "get_loss returned (MultiLoss, weight), but the MultiLoss already has weights for "

@@ -41,9 +41,9 @@ from trainloop.data import StepBatches, TrainFeed
 from trainloop.data.batch.batches import note_batch
 from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.loader.loader_copies import end_workers
-from trainloop.data.loader.loaders import tell_epoch
+from trainloop.data.loader.loaders import refuse_shared_iterator, tell_epoch
 from trainloop.devices import has_ranks
-from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.errors import CheckpointError
 from trainloop.optim import drop_gradients, trained_modules
 from trainloop.parallel.misuse import is_compiled, refuse_exchanges
 from trainloop.train_loop.arguments.checks import check_loader
@@ -620,12 +620,8 @@ class Training(Run):
         return self._reached_boundary() | (EARLY_STOP if self.loop.end_requested else 0)
 
     def _eval_feed(self, loader: Any, name: str) -> Any:
-        if self.step_in_work is not None and loader is self.loop.train_loader and hasattr(type(loader), "__next__"):
-            raise ConfigurationError(
-                f"train_loader is its own iterator ({type(loader).__name__} has __next__), so evaluating it within an "
-                "epoch would take the batches of the training. Evaluate it in on_epoch_end, or return a new iterator "
-                "from its __iter__."
-            )
+        if self.step_in_work is not None:
+            refuse_shared_iterator(loader, self.loop.train_loader)
         return super()._eval_feed(loader, name)
 
     def _reached_boundary(self) -> int:
