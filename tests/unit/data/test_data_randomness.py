@@ -245,3 +245,16 @@ def test_set_epoch_reaches_whoever_wants_it() -> None:
         for seed in (None, SEED):
             TrainFeed(loader, seed=seed).set_epoch(7)
         assert Told.epochs == [7, 7]
+
+    class Outer(Reversed):
+        def __init__(self) -> None:
+            self.samplers = [Told(), Told()]
+
+    class Passes(Outer):
+        def set_epoch(self, epoch: int) -> None:
+            self.samplers[0].set_epoch(-epoch)
+
+    for sampler, expected in ((Outer(), [7, 7]), (Passes(), [-7])):
+        Told.epochs.clear()
+        TrainFeed(DataLoader(Rows(), 4, sampler=sampler)).set_epoch(7)
+        assert Told.epochs == expected

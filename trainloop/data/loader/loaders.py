@@ -69,8 +69,12 @@ def keeps_iterator(loader: Any) -> bool:
 
 def distributed_sampler(loader: Any) -> Any | None:
     """Return the sampler or batch sampler that already splits a loader's samples over ranks, if any."""
+    return next(iter(_distributed_samplers(loader)), None)
+
+
+def _distributed_samplers(loader: Any) -> list[Any]:
     samplers = [part for name, part in parts_of_loader(loader).items() if name != "loader"]
-    return next((one for one in samplers if isinstance(one, DistributedSampler) or num_ranks_of(one) > 1), None)
+    return [one for one in samplers if isinstance(one, DistributedSampler) or num_ranks_of(one) > 1]
 
 
 def num_ranks_of(sampler: Any) -> int:
@@ -108,8 +112,12 @@ def plain_batches(loader: Any) -> BatchSampler | None:
 def epoch_holders(loader: Any) -> Iterator[Any]:
     """Yield the parts of a loader that have ``set_epoch``, each once: samplers, and datasets that shuffle."""
     dataset = getattr(loader, "dataset", None)
-    parts = (*parts_of_loader(loader).values(), dataset, getattr(dataset, "dataset", None))
-    yield from {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}.values()
+    parts = {**parts_of_loader(loader), "dataset": dataset, "dataset.dataset": getattr(dataset, "dataset", None)}
+    told = {name: part for name, part in parts.items() if callable(getattr(part, "set_epoch", None))}
+    # Other samplers within a sampler that has set_epoch learn from it what they should know.
+    usual = ("sampler.sampler", "batch_sampler.sampler", "dataset.dataset")
+    own = [name for name in told if name in usual or not any(name.startswith(f"{outer}.") for outer in told)]
+    yield from {id(told[name]): told[name] for name in own}.values()
 
 
 def tell_epoch(loader: Any, epoch: int, told: Sequence[Any] = ()) -> list[Any]:
@@ -151,8 +159,9 @@ def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
             "splits over ranks."
         )
     # A loader created before the ranks started has the same rank on all of them.
-    if sampler.rank != rank:
-        sampler.rank = rank
+    for one in _distributed_samplers(loader):
+        if one.rank != rank:
+            one.rank = rank
     return loader
 
 
