@@ -21,7 +21,7 @@ from trainloop._support.signals import WorkerInit
 from trainloop.data.loader.libraries import counters_of, cuts_batches, is_split
 from trainloop.data.loader.loader_copies import end_workers_of
 from trainloop.data.order.columns import SplitBatches
-from trainloop.data.order.orders import length_of, parts_of_loader
+from trainloop.data.order.orders import datasets_of, length_of, parts_of_loader
 from trainloop.errors import ConfigurationError
 
 
@@ -111,10 +111,9 @@ def plain_batches(loader: Any) -> BatchSampler | None:
 
 def epoch_holders(loader: Any) -> Iterator[Any]:
     """Yield the parts of a loader that have ``set_epoch``, each once: samplers, and datasets that shuffle."""
-    dataset = getattr(loader, "dataset", None)
-    parts = {**parts_of_loader(loader), "dataset": dataset, "dataset.dataset": getattr(dataset, "dataset", None)}
+    parts = {**parts_of_loader(loader), **datasets_of(loader)}
     told = {name: part for name, part in parts.items() if callable(getattr(part, "set_epoch", None))}
-    # Other samplers within a sampler that has set_epoch learn from it what they should know.
+    # Other parts within one that has set_epoch learn from it what they should know.
     usual = ("sampler.sampler", "batch_sampler.sampler", "dataset.dataset")
     own = [name for name in told if name in usual or not any(name.startswith(f"{outer}.") for outer in told)]
     yield from {id(told[name]): told[name] for name in own}.values()
@@ -133,9 +132,8 @@ def tell_epoch(loader: Any, epoch: int, told: Sequence[Any] = ()) -> list[Any]:
 
 
 def tells_dataset(loader: Any) -> bool:
-    """Return True if the loader's dataset has ``set_epoch``, so that each epoch may have other data."""
-    dataset = getattr(loader, "dataset", None)
-    return any(callable(getattr(part, "set_epoch", None)) for part in (dataset, getattr(dataset, "dataset", None)))
+    """Return True if a dataset of the loader has ``set_epoch``, so that each epoch may have other data."""
+    return any(callable(getattr(part, "set_epoch", None)) for part in datasets_of(loader).values())
 
 
 def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:

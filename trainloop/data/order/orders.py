@@ -113,6 +113,23 @@ def parts_of_loader(loader: Any) -> dict[str, Any]:
     return parts
 
 
+def datasets_of(loader: Any) -> dict[str, Any]:
+    """Return a loader's dataset, and the datasets that it has as ``dataset`` or ``datasets``, by attribute."""
+    parts: dict[str, Any] = {}
+    left = [("dataset", getattr(loader, "dataset", None))]
+    while left:
+        name, dataset = left.pop()
+        if dataset is None or any(dataset is other for other in parts.values()):
+            continue
+        parts[name] = dataset
+        several = getattr(dataset, "datasets", None)
+        if isinstance(several, (list, tuple, dict)):
+            items = several.items() if isinstance(several, dict) else enumerate(several)
+            left += [(f"{name}.datasets[{key}]", one) for key, one in items]
+        left.append((f"{name}.dataset", getattr(dataset, "dataset", None)))
+    return parts
+
+
 def _add_samplers(parts: dict[str, Any], name: str, sampler: Any) -> None:
     """Add a sampler, and those that it has: as ``sampler``, or as other attributes of a class of the user."""
     if sampler is None or any(sampler is other for other in parts.values()):
@@ -305,7 +322,7 @@ def generators_restored(loader: Any, **holders: Any) -> Iterator[None]:
     A sampler that has a state of its own is not changed: it may be within a pass.
     """
     own = {name: one for name, one in generators_of(loader).items() if not isinstance(one, _OfState)}
-    own |= generators_in(dataset=getattr(loader, "dataset", None), **holders)
+    own |= generators_in(**datasets_of(loader), **holders)
     before = {name: one.get_state() for name, one in own.items()}
     try:
         yield
