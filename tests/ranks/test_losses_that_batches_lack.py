@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import MultiLoss, TrainLoop, TTModel
-from trainloop.errors import WorkerFailedError
+from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.optim import MultiOptimizer
 
 EPOCHS = 2
@@ -73,15 +73,21 @@ def _data(length: int, tasks: int) -> TensorDataset:
     return TensorDataset(x, y, task)
 
 
-def _by_hand(kind: str, data: TensorDataset, size: int, ranks: int, accumulation: int) -> list[Tensor]:
+def _steps(length: int, size: int, ranks: int, accumulation: int) -> list[list[range]]:
+    """The batches of each step of an epoch, by the indices of their samples."""
+    of_ranks = [range(length)[rank::ranks] for rank in range(ranks)]
+    batches = [[own[i : i + size] for i in range(0, len(own), size)] for own in of_ranks]
+    firsts = range(0, max(map(len, batches)), accumulation)
+    return [[batch for own in batches for batch in own[first : first + accumulation]] for first in firsts]
+
+
+def _by_hand(kind: str, data: TensorDataset, steps: list[list[range]]) -> list[Tensor]:
     """Train on the same batches in one process, with one mean for each loss of a step."""
     model = Tasks(kind)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    of_ranks = [range(len(data))[rank::ranks] for rank in range(ranks)]
-    batches = [[own[i : i + size] for i in range(0, len(own), size)] for own in of_ranks]
     has_units: set[str] = set()
-    for first in list(range(0, max(map(len, batches)), accumulation)) * EPOCHS:
-        step = [data[list(batch)] for own in batches for batch in own[first : first + accumulation]]
+    for batches in steps * EPOCHS:
+        step = [data[list(batch)] for batch in batches]
         losses = [_losses(kind, model.net(x), y, int(task[0])) for x, y, task in step]
         has_units |= {name for each in losses for name, (_, units) in each.items() if units is not None}
         total: Any = 0.0
@@ -113,7 +119,7 @@ def _trained(model: Tasks, data: TensorDataset, size: int, accumulation: int, **
 def test_one_process_equals_the_hand_written_loop(kind: str, accumulation: int) -> None:
     data = _data(46, tasks=3 if kind == "three tasks" else 2)
     trained = _trained(Tasks(kind), data, 4, accumulation)
-    torch.testing.assert_close(trained, _by_hand(kind, data, 4, 1, accumulation), rtol=0, atol=1e-12)
+    torch.testing.assert_close(trained, _by_hand(kind, data, _steps(46, 4, 1, accumulation)), rtol=0, atol=1e-12)
 
 
 @pytest.mark.long
@@ -125,7 +131,24 @@ def test_one_process_equals_the_hand_written_loop(kind: str, accumulation: int) 
 def test_ranks_equal_the_hand_written_loop(kind: str, mode: Any, ranks: int, accumulation: int, length: int) -> None:
     data = _data(length, tasks=3 if kind == "three tasks" else 2)
     trained = _trained(Tasks(kind), data, 4, accumulation, gpu_mode=mode, devices=ranks)
-    torch.testing.assert_close(trained, _by_hand(kind, data, 4, ranks, accumulation), rtol=0, atol=1e-12)
+    expected = _by_hand(kind, data, _steps(length, 4, ranks, accumulation))
+    torch.testing.assert_close(trained, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("accumulation, length", [(1, 46), (3, 45)])
+def test_replicas_equal_the_hand_written_loop(kind: str, accumulation: int, length: int) -> None:
+    data = _data(length, tasks=3 if kind == "three tasks" else 2)
+    trained = _trained(Tasks(kind), data, 4, accumulation, gpu_mode="dp", devices=2)
+    steps = [[(batch, (len(batch) + 1) // 2) for batch in step] for step in _steps(length, 4, 1, accumulation)]
+    halves = [[half for batch, n in step for half in (batch[:n], batch[n:]) if half] for step in steps]
+    torch.testing.assert_close(trained, _by_hand(kind, data, halves), rtol=0, atol=1e-12)
+
+
+def test_losses_of_another_form_for_one_replica_name_the_way() -> None:
+    model = Tasks("one loss for each task", mixed=True)
+    with pytest.raises(ConfigurationError, match=r"a MultiLoss for the samples of one replica.*Return a MultiLoss"):
+        _trained(model, _data(48, tasks=2), 4, 1, gpu_mode="dp", devices=2)
 
 
 @pytest.mark.long
@@ -211,23 +234,6 @@ def test_a_loss_of_zero_without_targets_has_no_units(
     torch.testing.assert_close([*model.parameters()], [*reference.parameters()], rtol=0, atol=1e-12)
     for name, values in expected.items():
         assert loop.history[name] == pytest.approx(values, rel=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_replicas_equal_ranks(kind: str, replicas: int) -> None:
-    """Parts of a batch may lack losses, too."""
-    data = _data(48, tasks=3 if kind == "three tasks" else 2)
-    # A replica has the samples that a rank reads.
-    order = [
-        4 * replicas * step + rank + replicas * i
-        for step in range(48 // (4 * replicas))
-        for rank in range(replicas)
-        for i in range(4)
-    ]
-    rows = TensorDataset(*(t[torch.tensor(order, device="cpu")] for t in data.tensors))
-    trained = _trained(Tasks(kind), rows, 4 * replicas, 1, gpu_mode="dp", devices=replicas)
-    torch.testing.assert_close(trained, _by_hand(kind, data, 4, replicas, 1), rtol=0, atol=1e-12)
 
 
 class TwoOptimizers(Tasks):

@@ -260,6 +260,12 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = F
     ConfigurationError
         If a loss has another form.
     """
+    several = next((loss for loss in losses if isinstance(loss, MultiLoss)), None)
+    if several is not None and not all(isinstance(loss, MultiLoss) for loss in losses):
+        raise ConfigurationError(
+            "get_loss returned a MultiLoss for the samples of one replica, and something else for those of another. "
+            "Return a MultiLoss for any samples, such as MultiLoss({'loss': loss})."
+        )
     if all(isinstance(loss, tuple) and len(loss) == 2 for loss in losses):
         weights = [loss[1] for loss in losses]
         if all(weight is None for weight in weights):  # as if get_loss had returned the loss alone
@@ -277,15 +283,16 @@ def _mean(
     first = losses[0]
     if isinstance(first, (MultiLoss, dict)):
         means = {}
-        for name in {name: None for loss in losses for name in loss}:
-            given = [(loss[name], weight) for loss, weight in zip(losses, weights, strict=True) if name in loss]
-            own, own_weights = zip(*given)
-            means[name] = _mean(own, own_weights, total, over_samples=over_samples)
+        for name in dict.fromkeys(name for loss in losses for name in loss):
+            # A part without the loss counts as zero; or not at all, if the loss has weights of its own.
+            having = [i for i, loss in enumerate(losses) if name in loss]
+            own, of_parts = [losses[i][name] for i in having], [weights[i] for i in having]
+            means[name] = _mean(own, of_parts, total, over_samples=over_samples)
         if isinstance(first, dict):
             return means
-        maps = [loss.loss_optimizer_map for loss in losses]
-        which = {name: index for one in maps if one for name, index in one.items()} if any(maps) else maps[0]
-        return MultiLoss(means, which, first.retain_graph_until_last)
+        of_names = [loss.loss_optimizer_map for loss in losses if loss.loss_optimizer_map is not None]
+        names = {name: optimizer for part in of_names for name, optimizer in part.items()} if of_names else None
+        return MultiLoss(means, names, first.retain_graph_until_last)
     if any(not isinstance(loss, Tensor) or loss.numel() != 1 for loss in losses):
         raise _wrong_loss(first)
     divisors: list[Any] = [divisor_of(loss) for loss in losses] if over_samples else []

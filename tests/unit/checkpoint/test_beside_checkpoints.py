@@ -89,7 +89,7 @@ def test_a_hook_whose_effect_is_restored_is_not_warned_of(tmp_path: Path, kind: 
 
 class Pool:
     def __init__(self) -> None:
-        self.images: deque[Tensor] = deque(maxlen=5)
+        self.images: deque[Any] = deque(maxlen=5)
 
 
 class Target(nn.Module):
@@ -128,6 +128,8 @@ class Keeps(Net):
             self.num_iter += 1
         if "pool" in self.kinds:
             self.pool.images.append(y_pred.detach())
+        if "pairs" in self.kinds:
+            self.pool.images.append((y_pred.detach(), batch_data[1]))
         if "mean" in self.kinds:
             self.mean.mul_(0.9).add_(y_pred.detach().mean(0))
         if "bank" in self.kinds:
@@ -162,10 +164,11 @@ def warnings_of(run: Callable[[], Any]) -> list[str]:
     [
         (lambda: Keeps("count"), "num_iter"),
         (lambda: Keeps("pool"), "pool.images"),
+        (lambda: Keeps("pairs"), "pool.images"),
         (lambda: Keeps("bank"), "bank"),
         (lambda: Keeps("mean", "count"), "num_iter, mean"),
     ],
-    ids=["count", "pool", "not persistent", "two"],
+    ids=["count", "pool", "pool of pairs", "not persistent", "two"],
 )
 def test_what_the_training_goes_on_from_beside_checkpoints_is_named_once(tmp_path: Path, model: Any, name: str) -> None:
     loop = make_loop(model(), validation=False)

@@ -103,6 +103,22 @@ class Shuffled(BatchSampler):
         return 11
 
 
+class Several(BatchSampler):
+    """A batch sampler of the user's own, which takes turns between samplers, by generators in a dict."""
+
+    def __init__(self) -> None:
+        self.samplers = [RandomSampler(range(101), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+        self.last = Own(np.random.default_rng(2))
+        self.draws = {"turn": random.Random(3)}
+
+    def __iter__(self) -> Any:
+        orders = [list(sampler) for sampler in (*self.samplers, self.last)]
+        return (self.draws["turn"].choice(orders)[i : i + 10] for i in range(0, 101, 10))
+
+    def __len__(self) -> int:
+        return 11
+
+
 class Own:
     """A sampler of the user's own, with a generator of its own: of Python, numpy or torch."""
 
@@ -162,6 +178,7 @@ LOADERS: dict[str, Any] = {
     ),
     "weighted": lambda data: DataLoader(data, 10, sampler=WeightedRandomSampler(torch.arange(1.0, 102.0), 101)),
     "batch sampler": lambda data: DataLoader(data, batch_sampler=Shuffled()),
+    "a batch sampler's lists": lambda data: DataLoader(data, batch_sampler=Several()),
     "stream": lambda data: DataLoader(Stream(), 10),
     "stream that goes on": lambda data: DataLoader(OnAndOn(), 10),
     "list of batches": lambda data: list(DataLoader(data, 10)),

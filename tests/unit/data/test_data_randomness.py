@@ -23,7 +23,7 @@ from kit.loader_kinds import (
     indices,
 )
 from kit.simulated_ranks import SEED, each, global_state, rank_steps, same
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import ConcatDataset, DataLoader, RandomSampler, StackDataset, Subset
 
 from trainloop.data import StepBatches, TrainFeed
 
@@ -245,3 +245,29 @@ def test_set_epoch_reaches_whoever_wants_it() -> None:
         for seed in (None, SEED):
             TrainFeed(loader, seed=seed).set_epoch(7)
         assert Told.epochs == [7, 7]
+
+    class ToldRows(Rows):
+        set_epoch = Told.set_epoch
+        epochs = Told.epochs
+
+    for dataset in (
+        ConcatDataset([ToldRows(), Subset(ToldRows(), [1])]),
+        StackDataset(first=ToldRows(), second=ToldRows()),
+        Subset(Subset(ConcatDataset([ToldRows(), ToldRows()]), [1, 2]), [0]),
+    ):
+        Told.epochs.clear()
+        TrainFeed(DataLoader(dataset, 4)).set_epoch(7)
+        assert Told.epochs == [7, 7]
+
+    class Outer(Reversed):
+        def __init__(self) -> None:
+            self.samplers = [Told(), Told()]
+
+    class Passes(Outer):
+        def set_epoch(self, epoch: int) -> None:
+            self.samplers[0].set_epoch(-epoch)
+
+    for sampler, expected in ((Outer(), [7, 7]), (Passes(), [-7])):
+        Told.epochs.clear()
+        TrainFeed(DataLoader(Rows(), 4, sampler=sampler)).set_epoch(7)
+        assert Told.epochs == expected

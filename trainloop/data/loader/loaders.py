@@ -21,7 +21,7 @@ from trainloop._support.signals import WorkerInit
 from trainloop.data.loader.libraries import counters_of, cuts_batches, is_split
 from trainloop.data.loader.loader_copies import end_workers_of
 from trainloop.data.order.columns import SplitBatches
-from trainloop.data.order.orders import length_of, parts_of_loader
+from trainloop.data.order.orders import datasets_of, length_of, parts_of_loader
 from trainloop.errors import ConfigurationError
 
 
@@ -69,8 +69,12 @@ def keeps_iterator(loader: Any) -> bool:
 
 def distributed_sampler(loader: Any) -> Any | None:
     """Return the sampler or batch sampler that already splits a loader's samples over ranks, if any."""
+    return next(iter(_distributed_samplers(loader)), None)
+
+
+def _distributed_samplers(loader: Any) -> list[Any]:
     samplers = [part for name, part in parts_of_loader(loader).items() if name != "loader"]
-    return next((one for one in samplers if isinstance(one, DistributedSampler) or num_ranks_of(one) > 1), None)
+    return [one for one in samplers if isinstance(one, DistributedSampler) or num_ranks_of(one) > 1]
 
 
 def refuse_shared_iterator(loader: Any, training: Any) -> None:
@@ -121,9 +125,12 @@ def plain_batches(loader: Any) -> BatchSampler | None:
 
 def epoch_holders(loader: Any) -> Iterator[Any]:
     """Yield the parts of a loader that have ``set_epoch``, each once: samplers, and datasets that shuffle."""
-    dataset = getattr(loader, "dataset", None)
-    parts = (*parts_of_loader(loader).values(), dataset, getattr(dataset, "dataset", None))
-    yield from {id(part): part for part in parts if callable(getattr(part, "set_epoch", None))}.values()
+    parts = {**parts_of_loader(loader), **datasets_of(loader)}
+    told = {name: part for name, part in parts.items() if callable(getattr(part, "set_epoch", None))}
+    # Other parts within one that has set_epoch learn from it what they should know.
+    usual = ("sampler.sampler", "batch_sampler.sampler", "dataset.dataset")
+    own = [name for name in told if name in usual or not any(name.startswith(f"{outer}.") for outer in told)]
+    yield from {id(told[name]): told[name] for name in own}.values()
 
 
 def tell_epoch(loader: Any, epoch: int, told: Sequence[Any] = ()) -> list[Any]:
@@ -139,9 +146,8 @@ def tell_epoch(loader: Any, epoch: int, told: Sequence[Any] = ()) -> list[Any]:
 
 
 def tells_dataset(loader: Any) -> bool:
-    """Return True if the loader's dataset has ``set_epoch``, so that each epoch may have other data."""
-    dataset = getattr(loader, "dataset", None)
-    return any(callable(getattr(part, "set_epoch", None)) for part in (dataset, getattr(dataset, "dataset", None)))
+    """Return True if a dataset of the loader has ``set_epoch``, so that each epoch may have other data."""
+    return any(callable(getattr(part, "set_epoch", None)) for part in datasets_of(loader).values())
 
 
 def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
@@ -165,8 +171,9 @@ def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
             "splits over ranks."
         )
     # A loader created before the ranks started has the same rank on all of them.
-    if sampler.rank != rank:
-        sampler.rank = rank
+    for one in _distributed_samplers(loader):
+        if one.rank != rank:
+            one.rank = rank
     return loader
 
 

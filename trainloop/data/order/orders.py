@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
 
 from trainloop._support.keywords import why_not
 from trainloop._support.nested import packed, unpacked
@@ -27,6 +27,9 @@ from trainloop.data.order.columns import SplitBatches
 from trainloop.errors import TrainLoopError
 
 T = TypeVar("T")
+
+# Lists of samplers are shorter; lists of indices may be long.
+_MOST_ITEMS = 64
 
 
 def length_of(sized: Any) -> int | None:
@@ -118,12 +121,64 @@ def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> It
 
 
 def parts_of_loader(loader: Any) -> dict[str, Any]:
-    """Return a loader, its samplers, and the samplers inside these, by attribute; None for a missing sampler."""
-    parts = {"loader": loader}
+    """Return a loader, its samplers, and the samplers inside these, by attribute."""
+    parts: dict[str, Any] = {"loader": loader}
     for name in ("sampler", "batch_sampler"):
-        parts[name] = getattr(loader, name, None)
-        parts[f"{name}.sampler"] = getattr(parts[name], "sampler", None)
+        _add_samplers(parts, name, getattr(loader, name, None))
     return parts
+
+
+def datasets_of(loader: Any) -> dict[str, Any]:
+    """Return a loader's dataset, and the datasets that it has as ``dataset`` or ``datasets``, by attribute."""
+    parts: dict[str, Any] = {}
+    left = [("dataset", getattr(loader, "dataset", None))]
+    while left:
+        name, dataset = left.pop()
+        if dataset is None or any(dataset is other for other in parts.values()):
+            continue
+        parts[name] = dataset
+        several = getattr(dataset, "datasets", None)
+        if isinstance(several, (list, tuple, dict)):
+            items = several.items() if isinstance(several, dict) else enumerate(several)
+            left += [(f"{name}.datasets[{key}]", one) for key, one in items]
+        left.append((f"{name}.dataset", getattr(dataset, "dataset", None)))
+    return parts
+
+
+def _add_samplers(parts: dict[str, Any], name: str, sampler: Any) -> None:
+    """Add a sampler, and those that it has: as ``sampler``, or as other attributes of a class of the user."""
+    if sampler is None or any(sampler is other for other in parts.values()):
+        return
+    parts[name] = sampler
+    inner = {"sampler": getattr(sampler, "sampler", None)}
+    if not type(sampler).__module__.startswith("torch.") and not has_state(sampler):
+        inner.update((key, one) for key, one in _attributes_of(sampler).items() if _is_sampler(one))
+    for key, one in inner.items():
+        _add_samplers(parts, f"{name}.{key}", one)
+
+
+def _is_sampler(value: Any) -> bool:
+    """Return True for PyTorch's samplers, and objects that can only be iterated, which are samplers within a sampler.
+
+    It is no dataset or loader, though, whose order does not determine that of the sampler.
+    """
+    if isinstance(value, Sampler):
+        return True
+    only_iterated = hasattr(type(value), "__iter__") and not hasattr(type(value), "__getitem__")
+    others = (Iterator, Dataset, DataLoader, nn.Module)
+    return only_iterated and hasattr(value, "__dict__") and not isinstance(value, others)
+
+
+def _attributes_of(holder: Any) -> dict[str, Any]:
+    """Return an object's attributes, with the items of lists, tuples and dicts of samplers or generators."""
+    found: dict[str, Any] = {}
+    for name, value in getattr(holder, "__dict__", {}).items():
+        found[name] = value
+        if type(value) in (list, tuple, dict):
+            items = dict(islice(value.items() if isinstance(value, dict) else enumerate(value), _MOST_ITEMS))
+            if any(_is_sampler(item) or as_generator(item) is not None for item in items.values()):
+                found.update({f"{name}[{key}]": item for key, item in items.items()})
+    return found
 
 
 class Generator(Protocol):
@@ -223,7 +278,7 @@ def generators_of(loader: Any) -> dict[str, Generator]:
         attributes = {name: getattr(holder, "generator", None)}
         if name != "loader" and not type(holder).__module__.startswith("torch."):
             if not has_state(holder):
-                attributes.update({f"{name}:{key}": value for key, value in getattr(holder, "__dict__", {}).items()})
+                attributes.update({f"{name}:{key}": value for key, value in _attributes_of(holder).items()})
             elif not has_state(loader) and all(getattr(other, "own", None) is not holder for other in found.values()):
                 found[f"{name}:state"] = _OfState(holder)
         _add_generators(found, attributes)
@@ -282,7 +337,7 @@ def generators_restored(loader: Any, **holders: Any) -> Iterator[None]:
     A sampler that has a state of its own is not changed: it may be within a pass.
     """
     own = {name: one for name, one in generators_of(loader).items() if not isinstance(one, _OfState)}
-    own |= generators_in(dataset=getattr(loader, "dataset", None), **holders)
+    own |= generators_in(**datasets_of(loader), **holders)
     before = {name: one.get_state() for name, one in own.items()}
     try:
         yield

@@ -229,7 +229,7 @@ def warn_of_lost(loop: LoopState, saved: Mapping[str, int]) -> None:
 def _kind_of(value: Any) -> Any:
     """Return the kind of a value that a training mostly uses later: a count itself, a tensor's shape, or a pool."""
     if isinstance(value, (list, deque)):
-        return "pool" if any(isinstance(item, Tensor) for item in islice(value, 10)) else None
+        return "pool" if any(map(_is_sample, islice(value, 10))) else None
     return value if type(value) is int else tuple(value.shape) if _is_plain_tensor(value) else None
 
 
