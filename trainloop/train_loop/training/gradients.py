@@ -650,6 +650,7 @@ class Gradients:
         for i, optimizer in optimizers:
             self._place.scaler.unscale_(optimizer)  # before clipping, as torch's notes on AMP require
             if run.hooks.on_after_gradient_update:
+                self._leave_buckets(parameters)
                 for hook in run.hooks.on_after_gradient_update:
                     hook(i)
         if run.loop.gradient_clip_norm is not None:
@@ -660,6 +661,13 @@ class Gradients:
             except (RuntimeError, NotImplementedError):
                 explain_sparse(run.loop.model, run.loop.criterion, run.loop.optimizer, "gradient_clip_norm")
                 raise
+
+    def _leave_buckets(self, parameters: Sequence[Tensor]) -> None:
+        """Give each gradient a graph of its own, which hooks may add to: the graph of DDP's buckets would never end."""
+        if isinstance(self._place.wrapper, TTDistributedDataParallel):
+            for p in parameters:
+                if p.grad is not None and p.grad.layout is torch.strided:
+                    p.grad = p.grad.data
 
     def take_steps(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Step each optimizer; with a scaler only if its gradients are finite."""
