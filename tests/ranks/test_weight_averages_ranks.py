@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,8 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
 
 from conftest import make_data
-from trainloop import TrainLoop, TTBasicModel
-from trainloop.callbacks import ExponentialMovingAverage, StochasticWeightAveraging
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop.callbacks import ExponentialMovingAverage, ModelCheckpoint, StochasticWeightAveraging
 
 
 class Norms(TTBasicModel):
@@ -71,3 +73,83 @@ def test_the_trained_weights_stay_without_an_update() -> None:
     loop_of(plain, 2).fit(1)
     loop_of(model, 2).fit(1, callbacks=[ExponentialMovingAverage(every_n_steps=100)])
     assert torch.equal(model.fc.weight, plain.fc.weight)
+
+
+class Grows(AbstractCallback):
+    """Adds a head in a hook that runs after that of the average."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__("grows")
+        self.hook, self.at = hook, 1 if hook == "on_epoch_begin" else 3
+
+    def add(self, hook: str, now: int) -> None:
+        loop = self.train_loop_obj
+        if hook == self.hook and now == self.at:
+            head = nn.Linear(3, 3)
+            with torch.no_grad():
+                head.weight.fill_(0.1)
+                head.bias.zero_()
+            loop.model.net.append(head)
+            loop.optimizer.add_param_group({"params": list(head.parameters())})
+
+    def on_train_begin(self) -> None:
+        loop = self.train_loop_obj
+        if loop.resumed and loop.global_step >= (8 if self.hook == "on_epoch_begin" else 3):
+            self.add(self.hook, self.at)
+
+    def on_epoch_begin(self) -> None:
+        self.add("on_epoch_begin", self.train_loop_obj.epoch)
+
+    def on_after_optimizer_step(self) -> None:
+        self.add("on_after_optimizer_step", self.train_loop_obj.global_step)
+
+
+class Grown(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_after_optimizer_step"])
+@pytest.mark.parametrize("mode", ["single", pytest.param("ddp", marks=pytest.mark.long)])
+def test_a_parameter_that_a_later_callback_adds_is_averaged_from_its_first_update_on(
+    mode: Any, hook: str, tmp_path: Path
+) -> None:
+    """Whether or not checkpoints are written, which ask rank 0 for the average."""
+
+    def trained(*more: Any, **options: Any) -> dict[str, Tensor]:
+        model = Grown()
+        loop = loop_of(model, 2) if mode == "ddp" else TrainLoop(
+            model, DataLoader(make_data(103), 16), None, None, optim.SGD(model.parameters(), lr=0.05),
+            nn.CrossEntropyLoss(), progress_bar=False, accelerator="cpu",
+        )  # fmt: skip
+        loop.fit(2, callbacks=[ExponentialMovingAverage(0.7), Grows(hook), *more], **options)
+        return model.state_dict()
+
+    plain = trained()
+    kept = trained(ModelCheckpoint(tmp_path, every_n_steps=1, keep=None))
+    torch.testing.assert_close(kept, plain, rtol=0, atol=0)
+    for written in sorted(tmp_path.glob("checkpoint*"))[2:12:3]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="the checkpoint has state of callbacks not in this fit")
+            torch.testing.assert_close(trained(resume_from=written), plain, rtol=0, atol=0, msg=written.name)
+    by_hand = Grown()
+    optimizer, step, average = optim.SGD(by_hand.parameters(), lr=0.05), 0, {}
+    for _ in range(2):
+        for x, y in DataLoader(make_data(103), 16):
+            if step == (7 if hook == "on_epoch_begin" else 3):
+                by_hand.net.append(nn.Linear(3, 3))
+                nn.init.constant_(by_hand.net[1].weight, 0.1)
+                nn.init.zeros_(by_hand.net[1].bias)
+                optimizer.add_param_group({"params": list(by_hand.net[1].parameters())})
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(by_hand(x), y).backward()
+            optimizer.step()
+            step += 1
+            for name, p in by_hand.named_parameters():
+                average[name] = 0.7 * average[name] + 0.3 * p.detach() if name in average else p.detach().clone()
+    torch.testing.assert_close(plain, average, rtol=1e-5, atol=1e-6)

@@ -11,6 +11,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
@@ -70,7 +74,9 @@ class WeightAverage(AbstractCallback):
         self._trained: dict[str, Tensor] | None = None
         # The average's tensors, and the parameters; of sharded tensors, the local shards.
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._is_lazy = self._widens = False
+        self._widens = False
+        self._is_outdated = False  # a parameter is lazy, or was registered since
+        self._unregister: list[Callable[[], None]] = []
 
     def reset(self) -> None:
         super().reset()
@@ -87,9 +93,15 @@ class WeightAverage(AbstractCallback):
                 self._continue_from(self._trained)
             self._trained = None
         self._pair()
+        # Callbacks may add or replace parameters in any hook, also before this callback's.
+        hooks = (register_module_parameter_registration_hook, register_module_module_registration_hook)
+        self._unregister = [hook(self._note_registration).remove for hook in hooks]
 
     def on_epoch_begin(self) -> None:
-        self._pair()  # callbacks may have added or replaced parameters
+        self._pair()  # they may have removed some, too
+
+    def _note_registration(self, *_: Any) -> None:
+        self._is_outdated = True
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights that are averaged, by name, detached; lazy parameters only once they have a shape."""
@@ -106,7 +118,7 @@ class WeightAverage(AbstractCallback):
             weights, in the precision of the average; ``updates`` is the number of earlier updates. Default: copy the
             weights.
         """
-        if self._is_lazy:
+        if self._is_outdated:
             self._pair()
         # Parameters, not their memory: an optimizer, or vector_to_parameters, may give a parameter other memory.
         averages, weights = self._pairs
@@ -120,12 +132,12 @@ class WeightAverage(AbstractCallback):
         # named_parameters() yields tied parameters once. Integer parameters can't be averaged.
         named = self.train_loop_obj.model.named_parameters()
         found = {name: p for name, p in named if p.is_floating_point() or p.is_complex()}
-        self._is_lazy = any(map(is_lazy, found.values()))
         return {name: p for name, p in found.items() if not is_lazy(p)}
 
     def _pair(self) -> None:
         """Find the parameters of the average. The average of a new parameter begins with its value."""
         parameters = self._parameters()
+        self._is_outdated = any(map(is_lazy, self.train_loop_obj.model.parameters()))
         self.average = {
             name: self.average[name].to(p.device) if name in self.average else _wide(p.detach()).clone()
             for name, p in parameters.items()
@@ -138,6 +150,12 @@ class WeightAverage(AbstractCallback):
     def _before_use(self) -> None:
         """Called before the average is read."""
         self._pair()
+
+    def _end(self) -> None:
+        self._pairs = ([], [])
+        for unregister in self._unregister:
+            unregister()
+        self._unregister = []
 
     def _continue_from(self, trained: dict[str, Tensor]) -> None:
         """Copy the weights that the average has replaced into the model."""
@@ -162,24 +180,29 @@ class WeightAverage(AbstractCallback):
             weights = self.weights()
             self._trained = {name: weight.clone() for name, weight in weights.items()}
             _copy(weights, self.average)
-        self._pairs = ([], [])
+        self._end()
 
     def on_exception(self, exception: BaseException) -> None:
-        self._pairs = ([], [])
+        self._end()
 
     def __getstate__(self) -> dict[str, Any]:
         # Tensors are moved to the CPU, because the process that receives them may not have the device.
         trained = None if self._trained is None else _to_cpu(self._trained)
-        return {**self.__dict__, "average": _to_cpu(self.average), "_trained": trained, "_pairs": ([], [])}
+        ended: dict[str, Any] = {"_trained": trained, "_pairs": ([], []), "_unregister": []}
+        return {**self.__dict__, "average": _to_cpu(self.average), **ended}
 
     def state_dict(self) -> dict[str, Any]:
-        # In a checkpoint from the end of training, the model's weights are the average.
-        return {"average": dict(self.average), "updates": self.updates, "trained": dict(self._trained or {})}
+        # In a checkpoint from the end of training, the model's weights are the average. What was registered since the
+        # last update begins with the next one: rank 0 alone may be asked for the state.
+        later = sorted(self._parameters().keys() - self.average.keys())
+        trained = dict(self._trained or {})
+        return {"average": dict(self.average), "updates": self.updates, "trained": trained, "later": later}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         weights = self.weights()
-        if set(state["average"]) != set(weights):
-            missing = sorted(set(weights) ^ set(state["average"]))
+        later = set(state.get("later", ()))
+        if {*state["average"], *later} != set(weights):
+            missing = sorted(set(weights) ^ {*state["average"], *later})
             raise CheckpointError(
                 f"{type(self).__name__}: the averaged weights in the checkpoint are those of another model. Each of "
                 f"these weights is in only one of the two: {', '.join(missing[:5])}. Resume with the model whose "
@@ -192,6 +215,9 @@ class WeightAverage(AbstractCallback):
             if self.train_loop_obj.scaler is None:  # training has already ended
                 self._trained = {name: value.clone() for name, value in state["trained"].items()}
         self._pair()
+        if later:
+            self.average = {name: value for name, value in self.average.items() if name not in later}
+            self._is_outdated = True
 
 
 @dataclass(eq=False, repr=False)
@@ -302,6 +328,10 @@ class ExponentialMovingAverage(WeightAverage):
 
     def _before_use(self) -> None:
         super()._before_use()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Before the first update, let the average be the weights."""
         loop = self.train_loop_obj
         follows = not self.updates and self.start_from == "first"  # the first update is still to come
         if follows or 0 < loop.global_step <= self.start_step:
@@ -313,7 +343,7 @@ class ExponentialMovingAverage(WeightAverage):
             super().on_train_end()
             return
         self._before_use()
-        self._pairs = ([], [])
+        self._end()
         if self.train_loop_obj.is_global_zero:
             warn(
                 f"ExponentialMovingAverage(every_n_steps={self.every_n_steps}): training ended after "
@@ -322,7 +352,7 @@ class ExponentialMovingAverage(WeightAverage):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        self._before_use()
+        self._follow()
         return {**super().state_dict(), "copies": self._copies, "metric": "ema_val_loss"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -490,7 +520,7 @@ class StochasticWeightAveraging(WeightAverage):
     def on_train_end(self) -> None:
         loop = self.train_loop_obj
         if not self.updates:  # training ended before averaging started
-            self._pairs = ([], [])
+            self._end()
             if loop.is_global_zero and loop.global_step:
                 within = loop.epoch >= self.start_epoch
                 ended = "in the middle of the first epoch to average" if within else "before the first epoch to average"
