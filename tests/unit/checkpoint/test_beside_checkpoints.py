@@ -508,6 +508,34 @@ def test_what_each_epoch_begins_anew_is_lost_only_within_an_epoch(tmp_path: Path
     assert named == [names]
 
 
+class OfEpoch(Dataset[Any]):
+    """A dataset that the loop tells the epoch."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.epoch = rows, 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[(index + self.epoch) % len(self)]
+
+
+@pytest.mark.parametrize("step", [10, 14, 21])  # within an epoch, at an epoch's end, and at the end
+def test_what_set_epoch_sets_is_not_lost(tmp_path: Path, step: int) -> None:
+    def loop_of() -> Any:
+        loop = make_loop(validation=False)
+        loop.train_loader = DataLoader(OfEpoch(loop.train_loader.dataset), 16)
+        return loop
+
+    loop_of().fit(3, callbacks=[saved(tmp_path)])
+    resumed: Any = {"callbacks": [saved(tmp_path / "new")], "resume_from": path_of(tmp_path, step)}
+    assert not warnings_of(lambda: loop_of().fit(3, **resumed))
+
+
 # -- modules that create what they load --------------------------------------------------------------------------------
 
 

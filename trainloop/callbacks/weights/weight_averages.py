@@ -98,7 +98,7 @@ class WeightAverage(AbstractCallback):
         self._unregister = [hook(self._note_registration).remove for hook in hooks]
 
     def on_epoch_begin(self) -> None:
-        self._pair()  # they may have removed some, too
+        self._is_outdated = True  # they may have removed some, too
 
     def _note_registration(self, *_: Any) -> None:
         self._is_outdated = True

@@ -61,6 +61,8 @@ class Beside:
         self.values: dict[str, int] = {}
         self._kinds: dict[str, Any] = {}  # of those that a training mostly continues from: neither records nor caches
         self._data: set[str] = set()
+        self.of_epochs: set[str] = set()
+        """Names of whole numbers of objects that have ``set_epoch``."""
         self._seen = {id(one) for one in (loop, loop.model, loop.optimizer, loop.criterion, *loop.callbacks)}
         self._add_data(loop.train_loader)
         if saved is not None:
@@ -92,9 +94,9 @@ class Beside:
 
     def _add(self, path: str, value: Any, kind: Any = None) -> None:
         with suppress(Exception):  # of whatever methods the value's class has
-            shown = _shown(value, [_MOST_ITEMS])
-            if shown is not None:
-                self.values[path] = zlib.crc32(repr(shown).encode())
+            checksum = _checksum(value)
+            if checksum is not None:
+                self.values[path] = checksum
                 if kind is not None:
                     self._kinds[path] = kind
 
@@ -201,6 +203,8 @@ class Beside:
                     follows = generator is not None or isinstance(value, (float, Tensor, np.ndarray))
                     self._add(where, value, "data" if follows else None)
                     self._data.add(where)
+                    if type(value) is int and hasattr(part, "set_epoch"):
+                        self.of_epochs.add(where)
                 if depth <= _DEEPEST and (hasattr(value, "__dict__") or isinstance(value, (list, tuple))):
                     inner.append((where, value, depth + 1))
         return inner
@@ -212,13 +216,21 @@ def saved_names(loop: LoopState) -> set[str]:
     return {f"{prefix}{name}" for prefix, whole in (("", loop.model), *criteria) for name in whole.state_dict()}
 
 
-def warn_of_lost(loop: LoopState, saved: Mapping[str, int]) -> None:
+def warn_of_lost(loop: LoopState, saved: Mapping[str, int], epoch: int) -> None:
     """Warn of values that a resumed run does not have: those that differ from the time of the checkpoint.
 
-    In ``fsdp``, all ranks call it.
+    In ``fsdp``, all ranks call it. ``epoch`` is that in which the run resumes: ``set_epoch`` sets it, and a checkpoint
+    from an epoch's end was written while the data had the one before.
     """
-    now = Beside(loop, saved_names(loop)).values if saved else {}
-    lost = [path for path, shown in saved.items() if now.get(path, shown) != shown]
+    now = Beside(loop, saved_names(loop)) if saved else None
+    if now is None:
+        return
+    before = _checksum(epoch - 1)
+    lost = [
+        path
+        for path, checksum in saved.items()
+        if now.values.get(path, checksum) != checksum and not (path in now.of_epochs and checksum == before)
+    ]
     if lost and loop.is_global_zero:
         warn_or_print(
             f"the checkpoint does not contain {described_names(lost)}, which the training had changed. This run "
@@ -242,6 +254,11 @@ def _is_sample(value: Any) -> bool:
 def _continues(now: Any, before: Any) -> bool:
     """Return True for the kinds of a count that has grown, of a pool, and of equal shapes: caches mostly differ."""
     return now > before if type(now) is type(before) is int else now in ("pool", before)
+
+
+def _checksum(value: Any) -> int | None:
+    shown = _shown(value, [_MOST_ITEMS])
+    return None if shown is None else zlib.crc32(repr(shown).encode())
 
 
 def _shown(value: Any, left: list[int], depth: int = 2) -> Any:

@@ -101,7 +101,7 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
         rng.seed_all(rng.derive_seed(place["seed"] or 0, "resumed", loop.global_step, loop.rank))
     _load_own(loop, state, mine, same_ranks=same_ranks)
     run.feed.load_state_dict(mine["feed"])
-    warn_of_lost(loop, state.get("beside", {}))  # older checkpoints lack this entry
+    warn_of_lost(loop, state.get("beside", {}), place["epoch"])  # older checkpoints lack this entry
     whole = loop.progress.epoch_ends or run.epoch_batches == run.feed.num_batches
     if run.skip_steps and not whole and loop.is_global_zero:
         _warn_of_begun_epoch(loop)
@@ -143,7 +143,7 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
     set_generator_states([loop.train_loader], [mine["feed"]["generators"]])
     if loop.seed is None and not has_ranks(loop.gpu_mode):  # other runs leave the caller's generators as they are
         rng.restore(mine["rng"])
-    warn_of_lost(loop, state.get("beside", {}))
+    warn_of_lost(loop, state.get("beside", {}), state["place"]["epoch"])
     cut = state.get("cut")
     loop.note(cut=cut and {key: cut[key] for key in ("place", "ranks", "loop_seed")})
     loop.ends = end_that_holds(loop, state)
