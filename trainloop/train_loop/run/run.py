@@ -41,6 +41,7 @@ from trainloop.distributed.tensors import copy_from_first
 from trainloop.model import TTModel
 from trainloop.optim import criterion_modules, trained_modules
 from trainloop.parallel.misuse import refuse_exchanges
+from trainloop.parallel.sync_batchnorm import of_this_rank
 from trainloop.resources.enforce import cap_workers
 from trainloop.train_loop.progress.display import Display
 from trainloop.train_loop.progress.loop_state import LoopState
@@ -388,7 +389,8 @@ class Run:
         own: AbstractContextManager[None] = nullcontext()
         if self.trains:
             own = generators_restored(loop.train_loader, model=loop.model, criterion=loop.criterion)
-        with buffers, self.listening(recorder), evaluating(*modules), rng.isolated(), own, criteria:
+        layers = of_this_rank(loop.model) if loop.sync_batchnorm else nullcontext()
+        with buffers, self.listening(recorder), layers, evaluating(*modules), rng.isolated(), own, criteria:
             yield recorder
 
     def _into_history(self, prefix: str, values: dict[str, float]) -> None:
