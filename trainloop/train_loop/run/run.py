@@ -223,23 +223,24 @@ class Run:
 
     def evaluate(self, loader: Any, name: str, kind: str, losses_into_history: bool = False) -> EpochEnd:
         """Return the mean losses over a loader, and the logged values; see :meth:`trainloop.TrainLoop.evaluate`."""
-        criterion, device, prefix = self.loop.criterion, self.place.device, _PREFIXES[kind]
+        device, prefix = self.place.device, _PREFIXES[kind]
         model = self.place.evaluated
 
         def get_loss(batch: Any, sums: Callable[[Any], bool] | None = None) -> BatchLoss:
             if self.expects is not None:
                 self.expects(recorder.batch_size)
             with self.place.autocast, whole_batch(), explained_evaluation(batch), self._around_batch:
-                loss = loss_of(model.get_loss_eval(batch, criterion, device), recorder.batch_size, sums)
+                loss = loss_of(model.get_loss_eval(batch, self.loop.criterion, device), recorder.batch_size, sums)
             if self.place.collective and torch.is_grad_enabled():
                 model.reshard_units()  # no backward follows that would free the parameters
             return loss
 
-        with self._evaluation(prefix) as recorder:
+        info = {"type": kind, "pass": "loss"}
+        with self._evaluation(prefix, self.hooks, info) as recorder:
             feed = self._eval_feed(loader, name)
             own = self._refusing_exchanges(feed, feed.batches(self._padded(get_loss)))
-            batches = _between_hooks(own, self.hooks, recorder, {"type": kind, "pass": "loss"})
-            rule, own_losses = sum_rule(self.loop.model, criterion), criterion is None
+            batches = _before_hooks(own, self.hooks, recorder, info)
+            rule, own_losses = sum_rule(self.loop.model, self.loop.criterion), self.loop.criterion is None
             end = mean_loss(batches, get_loss, recorder, name, rule, own_losses)
         # A user's evaluation in a callback must not overwrite the epoch's own val_loss.
         losses = named_losses(end.losses, prefix) if losses_into_history else {}
@@ -329,10 +330,10 @@ class Run:
 
         kind = str(dataset_info.get("type", "other"))
         prefix = _PREFIXES.get(kind, f"{kind}_")
-        with self._evaluation(prefix) as recorder:
+        with self._evaluation(prefix, hooks, dataset_info) as recorder:
             feed = self._eval_feed(loader, name)
             own = self._refusing_exchanges(feed, feed.batches(self._padded(forward)))
-            batches = _between_hooks(own, hooks, recorder, dataset_info)
+            batches = _before_hooks(own, hooks, recorder, dataset_info)
             yield feed, batches, get_predictions, end
 
     def _refusing_exchanges(self, feed: EvalFeed, batches: Iterator[Any]) -> Iterator[Any]:
@@ -373,8 +374,8 @@ class Run:
         return next((part for part in parts if part is not None), None)
 
     @contextmanager
-    def _evaluation(self, prefix: str) -> Iterator[Recorder]:
-        """Yield a recorder for an evaluation of rank 0's model; meanwhile, it receives all logs.
+    def _evaluation(self, prefix: str, hooks: HookTable, info: dict[str, Any]) -> Iterator[Recorder]:
+        """Yield a recorder for an evaluation of rank 0's model, after hooks; meanwhile, it receives all logs.
 
         The training around the evaluation is not affected: modules' modes and random states are restored, also those of
         generators of the model, and of the training loader, which an evaluation may read.
@@ -384,14 +385,19 @@ class Run:
         # A separate recorder, since the training's recorder may be in the middle of an epoch.
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
         buffers = _buffers_of_rank_0(modules) if self.parallel else nullcontext()
-        criteria = class_criteria(self.loop.model, self.loop.criterion)
         loop = self.loop
         own: AbstractContextManager[None] = nullcontext()
         if self.trains:
             own = generators_restored(loop.train_loader, model=loop.model, criterion=loop.criterion)
         layers = of_this_rank(loop.model) if loop.sync_batchnorm else nullcontext()
-        with buffers, self.listening(recorder), layers, evaluating(*modules), rng.isolated(), own, criteria:
-            yield recorder
+        with buffers, self.listening(recorder), layers, evaluating(*modules), rng.isolated(), own:
+            recorder.batch_size = 1  # a hook's logs are not logs of a batch
+            for hook in hooks.on_evaluation_begin:
+                hook(info)
+            # A hook may have assigned the criterion of the evaluation.
+            assigned = [module for module in trained_modules(loop.model, loop.criterion) if module not in modules]
+            with evaluating(*assigned), class_criteria(loop.model, loop.criterion):
+                yield recorder
 
     def _into_history(self, prefix: str, values: dict[str, float]) -> None:
         """Record the values of an evaluation, if it is part of training."""
@@ -492,11 +498,8 @@ class Run:
             self.loop.history.record(name, value, self.history_epoch, replace=True)
 
 
-def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, info: dict[str, Any]) -> Iterator[Any]:
-    """Yield an evaluation's batches; call hooks before and after. Hooks' logs are exchanged with the batches' logs."""
-    recorder.batch_size = 1  # a hook's logs are not logs of a batch
-    for hook in hooks.on_evaluation_begin:
-        hook(info)
+def _before_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, info: dict[str, Any]) -> Iterator[Any]:
+    """Yield an evaluation's batches, and call its last hooks. Their logs are exchanged with the batches' logs."""
     yield from batches
     recorder.batch_size = 1
     for hook in hooks.on_evaluation_end:
