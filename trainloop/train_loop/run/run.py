@@ -114,6 +114,13 @@ class Run:
         """What ends with a feed, by the feed."""
         self.undo.callback(self._close_feeds)
         self._same_callbacks = True
+        self._passes = 0
+        """Evaluations and predictions that are in progress: a hook of one may begin another one."""
+
+    @property
+    def _in_hooks(self) -> bool:
+        """True if what is called now is called by a hook: in a training, or in another pass."""
+        return self.trains or self._passes > 0
 
     # -- what callbacks change ---------------------------------------------------------------------------------------
 
@@ -251,11 +258,11 @@ class Run:
         self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool, rows_to: str | None = None
     ) -> Predictions:
         """Return predictions over a loader; see :meth:`trainloop.TrainLoop.predict_with_model`."""
-        loop = self.loop
+        loop, by_hook = self.loop, self._in_hooks
         with self._predicting(loader, name, dataset_info, execute_callbacks) as (feed, batches, get_predictions, end):
 
             def gather(mine: Any) -> list[Any] | None:
-                receivers = self._receivers(rows_to)
+                receivers = self._receivers(rows_to, by_hook=by_hook)
                 if len(receivers) == loop.world_size and self.exchange.carries_objects:
                     return end(mine)  # the logs are exchanged with the rows
                 end()
@@ -286,7 +293,7 @@ class Run:
         with rows_folder() if first else nullcontext() as own:
             folder = Path(distributed.broadcast_object(str(own)))
             order = self.predict_into(folder, loader, name, dataset_info, execute_callbacks)
-            receives = self.loop.rank in self._receivers(rows_to)
+            receives = self.loop.rank in self._receivers(rows_to, by_hook=self._in_hooks)
             files = RowFiles(folder) if receives else None
             distributed.barrier()  # all ranks have opened the files, whose names are removed now
         return PredictionStream(files, order if receives else None)
@@ -355,13 +362,13 @@ class Run:
             return None
         return partial(padded_batches, forward=forward, idle=self.idle)
 
-    def _receivers(self, rows_to: str | None) -> Sequence[int]:
-        """Return the ranks that get all rows of predictions."""
+    def _receivers(self, rows_to: str | None, *, by_hook: bool) -> Sequence[int]:
+        """Return the ranks that get all rows of predictions; all of them if a hook predicts, on each rank."""
 
         ranks = range(self.loop.world_size)
         if rows_to == "main":
             return ranks[:1]
-        if rows_to == "all" or self.trains or not started_by_launch():
+        if rows_to == "all" or by_hook or not started_by_launch():
             return ranks
         return ranks[:: self.loop.process.local_world_size]  # each sends the result to its launching process
 
@@ -390,7 +397,11 @@ class Run:
         if self.trains:
             own = generators_restored(loop.train_loader, model=loop.model, criterion=loop.criterion)
         layers = of_this_rank(loop.model) if loop.sync_batchnorm else nullcontext()
-        with buffers, self.listening(recorder), layers, evaluating(*modules), rng.isolated(), own:
+        passes, self._passes = self._passes, self._passes + 1
+        with ExitStack() as undo:
+            undo.callback(setattr, self, "_passes", passes)
+            for context in (buffers, self.listening(recorder), layers, evaluating(*modules), rng.isolated(), own):
+                undo.enter_context(context)
             recorder.batch_size = 1  # a hook's logs are not logs of a batch
             for hook in hooks.on_evaluation_begin:
                 hook(info)
@@ -508,19 +519,21 @@ def _before_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, 
 
 @contextmanager
 def _buffers_of_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the block, all ranks use rank 0's buffers.
+    """Inside the block, all ranks use rank 0's buffers; a buffer that a hook changes there keeps the change.
 
     (Buffers differ between ranks if DDP doesn't broadcast them.)
     """
     buffers = list({id(b): b for module in modules for b in module.buffers()}.values())
     kept = [buffer.clone() for buffer in buffers] if distributed.get_rank() else []
     copy_from_first(buffers)
+    versions = [buffer._version for buffer in buffers]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, own in zip(buffers, kept):
-                buffer.copy_(own)
+            for buffer, own, version in zip(buffers, kept, versions):
+                if buffer._version == version:
+                    buffer.copy_(own)
 
 
 _SAME_DRAWS = (
