@@ -63,3 +63,46 @@ def test_all_ranks_hear_of_a_pass_and_keep_their_own_buffers() -> None:
         assert heard == ["begin validation", "end"]
         assert before == after == [steps * (1 + rank)] * 2
         assert within == [steps] * 2  # rank 0's
+
+
+class Prototypes(Net):
+    """A model with a buffer that a hook computes from predictions."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+
+class Computes(AbstractCallback):
+    """Predicts the training set when an evaluation begins, and keeps a mean over it in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__("computes")
+        self.everyone: list[Any] = []
+
+    def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
+        tl = self.train_loop_obj
+        if dataset_info["type"] == "validation":
+            predicted, labels, _ = tl.predict_with_model(tl.train_loader, dataset_info={"type": "other"})
+            tl.model.mean.copy_(torch.stack([(labels == k).double().mean() for k in range(3)]))
+            self.rows = len(predicted)
+
+    def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
+        if dataset_info["type"] == "validation":
+            self.everyone.append(distributed.gather_object((self.rows, self.train_loop_obj.model.mean.tolist())))
+
+    def on_epoch_end(self) -> None:
+        self.everyone.append(distributed.gather_object((self.rows, self.train_loop_obj.model.mean.tolist())))
+
+
+def test_a_hook_of_an_evaluation_predicts_on_all_ranks_and_its_buffer_stays() -> None:
+    computes = Computes()
+    tl = make_loop(Prototypes(), gpu_mode="ddp", devices=2)
+    tl.fit(num_epochs=1, callbacks=[computes])
+    tl.evaluate_loss_on_validation_set()  # outside of fit, with the same callbacks
+    assert len(computes.everyone) == 3
+    for first, second in computes.everyone:
+        assert first == second == (len(tl.train_loader.dataset), first[1])
+        assert sum(first[1]) > 0

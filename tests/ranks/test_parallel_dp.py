@@ -123,6 +123,23 @@ def test_scatter_along_another_dimension() -> None:
     assert (first[0].shape, second[0].shape, second[1].shape) == ((2, 3), (2, 2), (3,))
 
 
+class Rows(Tensor):
+    """A tensor with attributes, such as those of medical images."""
+
+
+@pytest.mark.parametrize(
+    "names, divided", [(["a", "b", "c", "d"], False), ({"id": [1, 2, 3, 4]}, False), ("text", True)]
+)
+def test_a_tensor_whose_attributes_may_belong_to_its_rows_stays_whole(names: Any, divided: bool) -> None:
+    rows = torch.arange(4.0).as_subclass(Rows)
+    rows.names = names
+    if divided:
+        assert [len(part) for part in parts.scatter({"x": rows}, 2, length=4)[0].values()] == [2]
+        return
+    with pytest.raises(parts.NotDivisibleError, match="a Rows whose attributes may belong to its rows"):
+        parts.scatter({"x": rows}, 2, length=4)
+
+
 @pytest.mark.parametrize(
     ("given", "sizes", "expected"),
     [

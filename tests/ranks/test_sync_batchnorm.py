@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from kit.ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from trainloop import TrainLoop, TTModel
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.sync_batchnorm import CpuSyncBatchNorm, convert, participating, revert
 
@@ -287,3 +289,42 @@ def test_participating_does_nothing_where_nothing_is_synchronised() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3))
     with participating(model, [0]):
         assert model(torch.randn(4, 3)).shape == (4, 3)
+
+
+class Adapts(TTModel):
+    """Normalises in predictions by the batch's own statistics, as in adaptation at test time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(2, CHANNELS), nn.BatchNorm1d(CHANNELS), nn.Linear(CHANNELS, 1)).double()
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        loss: Tensor = (self.net(batch_data[0]) ** 2).mean()
+        return loss
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        self.net.train()
+        predictions = self.net(batch_data[0])
+        self.net.eval()
+        return predictions[:, 0], None, {}
+
+
+@pytest.mark.long
+def test_layers_that_an_evaluation_puts_into_training_mode_see_one_batch() -> None:
+    x = torch.randn(24, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    predicted = []
+    for options in ({}, {"gpu_mode": "ddp", "devices": 2, "timeout": 60}):
+        model, batch_size = Adapts(), 4 if options else 8
+        loop = TrainLoop(
+            model,
+            DataLoader(TensorDataset(x), batch_size),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            sync_batchnorm=True,
+            accelerator="cpu",
+            progress_bar=False,
+            **options,  # type: ignore[arg-type]
+        )
+        loop.fit(num_epochs=1)
+        predicted.append(loop.predict_with_model(DataLoader(TensorDataset(x), 9))[0])  # ranks have 2 batches and 1
+    torch.testing.assert_close(predicted[1], predicted[0], rtol=0, atol=1e-10)

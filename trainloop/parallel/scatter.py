@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, KeysView, Mapping, MutableMapping, Sequence, Sized, ValuesView
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, MutableMapping, Sequence, Sized, ValuesView
 from typing import Any
 
 import numpy as np
@@ -92,10 +92,10 @@ def scatter(
     chunks = [cut(value, end - size, end) for size, end in zip(sizes, ends, strict=True)]
     if known and cut.whole and len(chunks) > 1:
         raise NotDivisibleError(f"it has tensors of another length: {', '.join(dict.fromkeys(cut.whole))}")
-    if known and not cut.found and len(chunks) > 1:
-        raise NotDivisibleError(f"it has neither tensors nor lists of this length, but is a {type(value).__name__}")
     if cut.uncut and len(chunks) > 1:
         raise NotDivisibleError(f"it contains {', '.join(dict.fromkeys(cut.uncut))}, which can't be divided")
+    if known and not cut.found and len(chunks) > 1:
+        raise NotDivisibleError(f"it has neither tensors nor lists of this length, but is a {type(value).__name__}")
     return chunks if cut.found else [value]
 
 
@@ -137,6 +137,9 @@ class _Cut:
             if isinstance(item, Tensor) and (item.is_nested or item.layout != torch.strided):
                 self.uncut.append(f"a {'nested' if item.is_nested else 'sparse'} tensor")
                 return item
+            if self._known and type(item) not in (Tensor, np.ndarray) and any(map(self._of_rows, _attributes(item))):
+                self.uncut.append(f"a {type(item).__name__} whose attributes may belong to its rows")
+                return item
             self.found = True
             if isinstance(item, np.ndarray):
                 return item.take(range(begin, end), self.dim)
@@ -154,7 +157,7 @@ class _Cut:
         """Return True for an object that is no container, but may have tensors, or one item per sample."""
         if item is None or isinstance(item, (str, bytes, bool, int, float, np.generic)):
             return False
-        if callable(getattr(item, "to", None)) or any(map(_has_tensors, getattr(item, "__dict__", {}).values())):
+        if callable(getattr(item, "to", None)) or any(map(_has_tensors, _attributes(item))):
             return True
         return isinstance(item, Sized) and len(item) == self.length
 
@@ -187,6 +190,16 @@ class _Cut:
         if isinstance(item, (list, tuple)) and not any(map(_is_structure, item)):
             return len(item) == self.length
         return any(map(self._has_rows, parts_of(item) or ()))
+
+    def _of_rows(self, value: Any) -> bool:
+        """Return True if an attribute of a tensor may have one item for each of the tensor's rows."""
+        if isinstance(value, (list, tuple)) and len(value) == self.length:
+            return True
+        return self._has_rows(value) or any(map(self._of_rows, parts_of(value) or ()))
+
+
+def _attributes(item: Any) -> Iterable[Any]:
+    return getattr(item, "__dict__", {}).values()
 
 
 def _has_tensors(item: Any) -> bool:

@@ -20,7 +20,7 @@ from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.transparent import check_not_lazy
 
-__all__ = ["BatchNorm", "CpuSyncBatchNorm", "convert", "participating", "revert"]
+__all__ = ["BatchNorm", "CpuSyncBatchNorm", "convert", "of_this_rank", "participating", "revert"]
 
 _CLASS_BEFORE = "_class_before_sync"
 
@@ -116,6 +116,23 @@ def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
     if 0 in ranks and len(ranks) < dist.get_world_size():
         # Callbacks of ranks without samples read the statistics of this step, too.
         copy_from_first(buffer for layer in layers for buffer in layer.buffers(recurse=False))
+
+
+@contextlib.contextmanager
+def of_this_rank(module: nn.Module) -> Iterator[None]:
+    """Within the context, let a module's synchronised layers normalise over this rank's batch alone.
+
+    In an evaluation, ranks have whole batches, and different numbers of them. Layers in training mode (for adaptation
+    at test time, for example) then do what they do in one process.
+    """
+    layers = [(layer, type(layer)) for layer in module.modules() if _CLASS_BEFORE in layer.__dict__]
+    try:
+        for layer, _ in layers:
+            layer.__class__ = layer.__dict__[_CLASS_BEFORE]
+        yield
+    finally:
+        for layer, synchronised in layers:
+            layer.__class__ = synchronised
 
 
 _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}

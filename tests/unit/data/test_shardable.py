@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.errors import ConfigurationError
+from trainloop.train_loop.execution.fsdp_checks import _check_overlaps, check_shardable
 
 pytestmark = needs_fsdp_on_cpu
 
@@ -113,3 +114,44 @@ def test_a_view_that_a_criterion_keeps() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigurationError, match=r"Anchored\.kept has a view of "):
         loop_of(model, optimizer, Anchored(model)).fit(num_epochs=1)
+
+
+def _transposed(model: Tower) -> None:
+    model.blocks[0].down.weight.data = model.blocks[0].up.weight.data.t()
+
+
+def _buffered(model: Tower) -> None:
+    model.register_buffer("first", model.blocks[0].up.weight.data)
+
+
+def _kept(model: Tower) -> None:
+    model.blocks[0].kept = [model.blocks[0].up.weight.data[0]]
+
+
+@pytest.mark.parametrize(
+    "share, message",
+    [
+        (_transposed, r"blocks\.0\.(up|down)\.weight and blocks\.0\.(up|down)\.weight share memory"),
+        (_buffered, r"first has a view of blocks\.0\.up\.weight"),
+        (_kept, r"blocks\.0\.kept has a view of blocks\.0\.up\.weight"),
+    ],
+)
+def test_memory_that_a_model_shares_within_itself(share: Callable[[Tower], None], message: str) -> None:
+    model = Tower()
+    share(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match=message):
+        loop_of(model, optimizer).fit(num_epochs=1)
+
+
+def test_parts_of_one_flat_tensor_are_parameters_like_others() -> None:
+    model = Tower()
+    flat, begin = nn.utils.parameters_to_vector(model.parameters()).detach(), 0
+    for p in model.parameters():
+        p.data = flat[begin : begin + p.numel()].view_as(p)
+        begin += p.numel()
+    check_shardable(loop_of(model, torch.optim.SGD(model.parameters(), lr=0.1)), gather=True, wrapper_args={})
+    columns = torch.zeros(2, 4)
+    pair = nn.ParameterList([columns[:, :2], columns[:, 2:]])
+    pair[0].data, pair[1].data = columns[:, :2], columns[:, 2:]  # elements of one take turns with those of the other
+    _check_overlaps(dict(pair.named_parameters()))

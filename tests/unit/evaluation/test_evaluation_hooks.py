@@ -313,3 +313,30 @@ def test_a_models_hook_that_can_not_be_called_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match=r"Wrong.on_epoch_begin\(epoch: .* does not accept the argum"):
         make_loop(Wrong()).fit(num_epochs=1)
+
+
+class Swaps(AbstractCallback):
+    """Trains with one criterion and evaluates with another one, as mixup does."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__("swaps")
+        self.plain = plain
+
+    def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
+        tl = self.train_loop_obj
+        self.training, tl.criterion = tl.criterion, self.plain
+
+    def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
+        self.train_loop_obj.criterion = self.training
+
+
+def test_a_criterion_assigned_when_an_evaluation_begins_is_that_of_the_evaluation() -> None:
+    plain = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5]), reduction="mean")
+    tl = make_loop()
+    tl.fit(num_epochs=1, callbacks=[Swaps(plain)])
+    with torch.no_grad():
+        rows = [tl.validation_loader.dataset[i] for i in range(len(tl.validation_loader.dataset))]
+        x, y = (torch.stack(column) for column in zip(*rows, strict=True))
+        expected = plain(tl.model(x), y).item()
+    assert tl.history["val_loss"] == [pytest.approx(expected, rel=1e-5)]
+    assert tl.criterion is not plain

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -85,21 +85,62 @@ def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, An
 
 
 def _check_views(model: nn.Module, holders: Iterable[Any]) -> None:
-    """Raise an error for tensors of callbacks or a criterion that share the memory of parameters; shards have other."""
-    named = {n: p for n, p in model.named_parameters() if not stays_whole(p) and p.layout is torch.strided}
-    owners = {p.untyped_storage().data_ptr(): name for name, p in named.items() if not p.is_meta}
+    """Raise an error for tensors that share the memory of parameters; shards have other memory.
+
+    They may be parameters or buffers themselves, or be attributes of a module, a callback or a criterion.
+    """
+    named = {n: p for n, p in model.named_parameters() if not stays_whole(p) and _has_memory(p)}
+    owners = {p.untyped_storage().data_ptr(): name for name, p in named.items()}
+    if len(owners) < len(named):
+        _check_overlaps(named)
     parameters = set(map(id, named.values()))
+    held: list[tuple[str, Any]] = list(model.named_buffers())
+    for path, part in model.named_modules():
+        own = (item for item in vars(part).items() if item[0] not in ("_parameters", "_buffers", "_modules"))
+        held += [(f"{path}.{key}".lstrip("."), value) for key, value in own]
     for holder in holders:
-        for key, value in getattr(holder, "__dict__", {}).items():
-            for tensor in tensors_of(value):
-                if id(tensor) in parameters or tensor.layout is not torch.strided or tensor.is_meta:
-                    continue
-                if tensor.numel() and (name := owners.get(tensor.untyped_storage().data_ptr())) is not None:
-                    raise ConfigurationError(
-                        f"gpu_mode='fsdp': {type(holder).__name__}.{key} has a view of {name} (such as p.data or a "
-                        "value of state_dict()). Shards replace the parameter, so the view would keep the values from "
-                        "before the training. Keep the parameter itself or, for these values, a clone()."
-                    )
+        held += [(f"{type(holder).__name__}.{key}", value) for key, value in getattr(holder, "__dict__", {}).items()]
+    for where, value in held:
+        for tensor in tensors_of(value):
+            if id(tensor) in parameters or not _has_memory(tensor):
+                continue
+            if (name := owners.get(tensor.untyped_storage().data_ptr())) is not None:
+                raise ConfigurationError(
+                    f"gpu_mode='fsdp': {where} has a view of {name} (such as p.data or a value of state_dict()). "
+                    "Shards replace the parameter, so the view would keep the values from before the training. Keep "
+                    "the parameter itself or, for these values, a clone()."
+                )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+
+
+def _check_overlaps(named: Mapping[str, Tensor]) -> None:
+    """Raise an error for two parameters that have elements in common, such as a matrix and its transposed view."""
+    used: dict[tuple[int, torch.dtype], list[tuple[str, Tensor]]] = {}
+    for name, p in named.items():
+        used.setdefault((p.untyped_storage().data_ptr(), p.dtype), []).append((name, p.detach()))
+    for sharing in used.values():
+        sharing.sort(key=lambda item: item[1].storage_offset())
+        ends = [_end(p) for _, p in sharing]
+        if all(end <= p.storage_offset() for end, (_, p) in zip(ends, sharing[1:], strict=False)):
+            continue  # parts of one flat tensor, one after another
+        owners = torch.full((max(ends),), -1, dtype=torch.int32)
+        for i, (name, p) in enumerate(sharing):
+            elements = owners.as_strided(p.shape, p.stride(), p.storage_offset())
+            if (other := int(elements.max())) >= 0:
+                raise ConfigurationError(
+                    f"gpu_mode='fsdp': {name} and {sharing[other][0]} share memory (as after `b.data = a.data.t()`), "
+                    "but each would have shards of its own, so that they would get different values. Use one parameter "
+                    "in both places, transposed in the forward if necessary, or gpu_mode='ddp'."
+                )
+            elements.fill_(i)
+
+
+def _end(p: Tensor) -> int:
+    """Return the position after a tensor's last element in its storage."""
+    return int(p.storage_offset()) + sum((n - 1) * step for n, step in zip(p.shape, p.stride(), strict=True)) + 1
 
 
 def _check_modules(model: nn.Module, shard: Any) -> None:

@@ -41,6 +41,7 @@ from trainloop.distributed.tensors import copy_from_first
 from trainloop.model import TTModel
 from trainloop.optim import criterion_modules, trained_modules
 from trainloop.parallel.misuse import refuse_exchanges
+from trainloop.parallel.sync_batchnorm import of_this_rank
 from trainloop.resources.enforce import cap_workers
 from trainloop.train_loop.progress.display import Display
 from trainloop.train_loop.progress.loop_state import LoopState
@@ -113,6 +114,13 @@ class Run:
         """What ends with a feed, by the feed."""
         self.undo.callback(self._close_feeds)
         self._same_callbacks = True
+        self._passes = 0
+        """Evaluations and predictions that are in progress: a hook of one may begin another one."""
+
+    @property
+    def _in_hooks(self) -> bool:
+        """True if what is called now is called by a hook: in a training, or in another pass."""
+        return self.trains or self._passes > 0
 
     # -- what callbacks change ---------------------------------------------------------------------------------------
 
@@ -222,23 +230,24 @@ class Run:
 
     def evaluate(self, loader: Any, name: str, kind: str, losses_into_history: bool = False) -> EpochEnd:
         """Return the mean losses over a loader, and the logged values; see :meth:`trainloop.TrainLoop.evaluate`."""
-        criterion, device, prefix = self.loop.criterion, self.place.device, _PREFIXES[kind]
+        device, prefix = self.place.device, _PREFIXES[kind]
         model = self.place.evaluated
 
         def get_loss(batch: Any, sums: Callable[[Any], bool] | None = None) -> BatchLoss:
             if self.expects is not None:
                 self.expects(recorder.batch_size)
             with self.place.autocast, whole_batch(), explained_evaluation(batch), self._around_batch:
-                loss = loss_of(model.get_loss_eval(batch, criterion, device), recorder.batch_size, sums)
+                loss = loss_of(model.get_loss_eval(batch, self.loop.criterion, device), recorder.batch_size, sums)
             if self.place.collective and torch.is_grad_enabled():
                 model.reshard_units()  # no backward follows that would free the parameters
             return loss
 
-        with self._evaluation(prefix) as recorder:
+        info = {"type": kind, "pass": "loss"}
+        with self._evaluation(prefix, self.hooks, info) as recorder:
             feed = self._eval_feed(loader, name)
             own = self._refusing_exchanges(feed, feed.batches(self._padded(get_loss)))
-            batches = _between_hooks(own, self.hooks, recorder, {"type": kind, "pass": "loss"})
-            rule, own_losses = sum_rule(self.loop.model, criterion), criterion is None
+            batches = _before_hooks(own, self.hooks, recorder, info)
+            rule, own_losses = sum_rule(self.loop.model, self.loop.criterion), self.loop.criterion is None
             end = mean_loss(batches, get_loss, recorder, name, rule, own_losses)
         # A user's evaluation in a callback must not overwrite the epoch's own val_loss.
         losses = named_losses(end.losses, prefix) if losses_into_history else {}
@@ -249,11 +258,11 @@ class Run:
         self, loader: Any, name: str, dataset_info: dict[str, Any], execute_callbacks: bool, rows_to: str | None = None
     ) -> Predictions:
         """Return predictions over a loader; see :meth:`trainloop.TrainLoop.predict_with_model`."""
-        loop = self.loop
+        loop, by_hook = self.loop, self._in_hooks
         with self._predicting(loader, name, dataset_info, execute_callbacks) as (feed, batches, get_predictions, end):
 
             def gather(mine: Any) -> list[Any] | None:
-                receivers = self._receivers(rows_to)
+                receivers = self._receivers(rows_to, by_hook=by_hook)
                 if len(receivers) == loop.world_size and self.exchange.carries_objects:
                     return end(mine)  # the logs are exchanged with the rows
                 end()
@@ -284,7 +293,7 @@ class Run:
         with rows_folder() if first else nullcontext() as own:
             folder = Path(distributed.broadcast_object(str(own)))
             order = self.predict_into(folder, loader, name, dataset_info, execute_callbacks)
-            receives = self.loop.rank in self._receivers(rows_to)
+            receives = self.loop.rank in self._receivers(rows_to, by_hook=self._in_hooks)
             files = RowFiles(folder) if receives else None
             distributed.barrier()  # all ranks have opened the files, whose names are removed now
         return PredictionStream(files, order if receives else None)
@@ -328,10 +337,10 @@ class Run:
 
         kind = str(dataset_info.get("type", "other"))
         prefix = _PREFIXES.get(kind, f"{kind}_")
-        with self._evaluation(prefix) as recorder:
+        with self._evaluation(prefix, hooks, dataset_info) as recorder:
             feed = self._eval_feed(loader, name)
             own = self._refusing_exchanges(feed, feed.batches(self._padded(forward)))
-            batches = _between_hooks(own, hooks, recorder, dataset_info)
+            batches = _before_hooks(own, hooks, recorder, dataset_info)
             yield feed, batches, get_predictions, end
 
     def _refusing_exchanges(self, feed: EvalFeed, batches: Iterator[Any]) -> Iterator[Any]:
@@ -353,13 +362,13 @@ class Run:
             return None
         return partial(padded_batches, forward=forward, idle=self.idle)
 
-    def _receivers(self, rows_to: str | None) -> Sequence[int]:
-        """Return the ranks that get all rows of predictions."""
+    def _receivers(self, rows_to: str | None, *, by_hook: bool) -> Sequence[int]:
+        """Return the ranks that get all rows of predictions; all of them if a hook predicts, on each rank."""
 
         ranks = range(self.loop.world_size)
         if rows_to == "main":
             return ranks[:1]
-        if rows_to == "all" or self.trains or not started_by_launch():
+        if rows_to == "all" or by_hook or not started_by_launch():
             return ranks
         return ranks[:: self.loop.process.local_world_size]  # each sends the result to its launching process
 
@@ -372,8 +381,8 @@ class Run:
         return next((part for part in parts if part is not None), None)
 
     @contextmanager
-    def _evaluation(self, prefix: str) -> Iterator[Recorder]:
-        """Yield a recorder for an evaluation of rank 0's model; meanwhile, it receives all logs.
+    def _evaluation(self, prefix: str, hooks: HookTable, info: dict[str, Any]) -> Iterator[Recorder]:
+        """Yield a recorder for an evaluation of rank 0's model, after hooks; meanwhile, it receives all logs.
 
         The training around the evaluation is not affected: modules' modes and random states are restored, also those of
         generators of the model, and of the training loader, which an evaluation may read.
@@ -383,13 +392,23 @@ class Run:
         # A separate recorder, since the training's recorder may be in the middle of an epoch.
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
         buffers = _buffers_of_rank_0(modules) if self.parallel else nullcontext()
-        criteria = class_criteria(self.loop.model, self.loop.criterion)
         loop = self.loop
         own: AbstractContextManager[None] = nullcontext()
         if self.trains:
             own = generators_restored(loop.train_loader, model=loop.model, criterion=loop.criterion)
-        with buffers, self.listening(recorder), evaluating(*modules), rng.isolated(), own, criteria:
-            yield recorder
+        layers = of_this_rank(loop.model) if loop.sync_batchnorm else nullcontext()
+        passes, self._passes = self._passes, self._passes + 1
+        with ExitStack() as undo:
+            undo.callback(setattr, self, "_passes", passes)
+            for context in (buffers, self.listening(recorder), layers, evaluating(*modules), rng.isolated(), own):
+                undo.enter_context(context)
+            recorder.batch_size = 1  # a hook's logs are not logs of a batch
+            for hook in hooks.on_evaluation_begin:
+                hook(info)
+            # A hook may have assigned the criterion of the evaluation.
+            assigned = [module for module in trained_modules(loop.model, loop.criterion) if module not in modules]
+            with evaluating(*assigned), class_criteria(loop.model, loop.criterion):
+                yield recorder
 
     def _into_history(self, prefix: str, values: dict[str, float]) -> None:
         """Record the values of an evaluation, if it is part of training."""
@@ -490,11 +509,8 @@ class Run:
             self.loop.history.record(name, value, self.history_epoch, replace=True)
 
 
-def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, info: dict[str, Any]) -> Iterator[Any]:
-    """Yield an evaluation's batches; call hooks before and after. Hooks' logs are exchanged with the batches' logs."""
-    recorder.batch_size = 1  # a hook's logs are not logs of a batch
-    for hook in hooks.on_evaluation_begin:
-        hook(info)
+def _before_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, info: dict[str, Any]) -> Iterator[Any]:
+    """Yield an evaluation's batches, and call its last hooks. Their logs are exchanged with the batches' logs."""
     yield from batches
     recorder.batch_size = 1
     for hook in hooks.on_evaluation_end:
@@ -503,19 +519,21 @@ def _between_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder,
 
 @contextmanager
 def _buffers_of_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the block, all ranks use rank 0's buffers.
+    """Inside the block, all ranks use rank 0's buffers; a buffer that a hook changes there keeps the change.
 
     (Buffers differ between ranks if DDP doesn't broadcast them.)
     """
     buffers = list({id(b): b for module in modules for b in module.buffers()}.values())
     kept = [buffer.clone() for buffer in buffers] if distributed.get_rank() else []
     copy_from_first(buffers)
+    versions = [buffer._version for buffer in buffers]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, own in zip(buffers, kept):
-                buffer.copy_(own)
+            for buffer, own, version in zip(buffers, kept, versions):
+                if buffer._version == version:
+                    buffer.copy_(own)
 
 
 _SAME_DRAWS = (
