@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from types import MethodType
 from typing import Any, TypeVar, overload
 
 from trainloop.errors import UnknownArgumentError
@@ -285,6 +286,8 @@ def _arguments_of(function: Callable[..., Any]) -> list[str]:
 
 def why_not(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """Return why a function can't be called with these arguments; empty if it can, or if its signature is unknown."""
+    if isinstance(function, MethodType):  # one that is defined without self has no signature
+        args, function = (function.__self__, *args), function.__func__
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:

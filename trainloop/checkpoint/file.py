@@ -259,9 +259,11 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
     Raises
     ------
     CheckpointError
-        If there is no such file or folder, or if the file is truncated or damaged, or contains code. (The code is not
-        run.)
+        If it is no path, if there is no such file or folder, or if the file is truncated or damaged, or contains code.
+        (The code is not run.)
     """
+    if not isinstance(path, (str, os.PathLike)) or path == "":
+        raise CheckpointError(f"{path!r} is not a checkpoint's path. (Attributes such as last_path are None at first.)")
     text = os.fspath(path)
     if "://" not in text and os.path.isdir(os.path.expanduser(text)):
         text = os.path.abspath(os.path.expanduser(text))

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from trainloop._launch.failures import is_about_memory
+from trainloop.callbacks.arguments import count_of
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.loader.loader_copies import copy_loader
 from trainloop.data.loader.loaders import is_stream, plain_batches
@@ -93,9 +94,11 @@ def find_batch_size(
             f"find_batch_size: train_loader is a {type(loader).__name__} without a batch_size, "
             "so there is no size to change. Pass DataLoader(dataset, batch_size=...)."
         )
-    for name, value, least in (("smallest", smallest, 1), ("largest", largest, 1), ("steps", steps, 2)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ConfigurationError(f"find_batch_size: {name}={value!r}: must be an int of {least} or more.")
+    smallest, largest = (
+        count_of("find_batch_size", name, value, optional=True)
+        for name, value in (("smallest", smallest), ("largest", largest))
+    )
+    steps = count_of("find_batch_size", "steps", steps, 2)
     processes = len(loop.run_config.devices) if has_ranks(loop.gpu_mode) else 1
     samples = None if is_stream(loader) else length_of(loader.sampler)
     most = max(1, samples // processes) if samples is not None else None

@@ -10,6 +10,7 @@ import torch
 
 from trainloop._support.distribution import import_extra
 from trainloop._support.platform import absolute_path
+from trainloop.callbacks.arguments import count_of
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.errors import ConfigurationError
 from trainloop.history import html_table
@@ -131,8 +132,7 @@ def find_lr(
     require_training_parts(loop, "find_lr")
     if not 0 < smallest < largest < math.inf:
         raise ConfigurationError(f"find_lr: smallest={smallest}, largest={largest}: must be 0 < smallest < largest.")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 10:
-        raise ConfigurationError(f"find_lr: steps={steps!r}: must be an int of 10 or more.")
+    steps = count_of("find_lr", "steps", steps, 10)
     if not diverges_at > 1:
         raise ConfigurationError(f"find_lr: diverges_at={diverges_at!r}: must be above 1.")
     if isinstance(loop.optimizer, MultiOptimizer):

@@ -131,11 +131,26 @@ def ensemble_weights(
     list of float
         One weight for each model; their sum is 1.
 
+    Raises
+    ------
+    ConfigurationError
+        If there are no models, metrics or rounds, or if predictions have another number of rows than ``y_true``.
+
     Notes
     -----
     The first metric is called ``rounds * bags`` times for each model. The other metrics are called only to break ties.
     """
     truth, rows = np.asarray(y_true), [np.asarray(each) for each in predictions]
+    lengths = [len(each) for each in rows]
+    if set(lengths) != {len(truth)}:
+        raise ConfigurationError(
+            f"ensemble_weights: predictions have {lengths} rows, and there are {len(truth)} targets. Pass the "
+            "predictions of one model or more for the rows of y_true."
+        )
+    if not metrics or rounds < 1:
+        raise ConfigurationError(
+            f"ensemble_weights: {len(metrics)} metrics, rounds={rounds}: must be 1 or more of both."
+        )
     generator = np.random.default_rng(0)  # the same rows give the same weights
     samples = [_drawn(truth, generator) for _ in range(bags)] or [np.arange(len(truth))]
     found: list[Rows] = []

@@ -118,19 +118,30 @@ def test_a_builtin_without_a_signature_gets_everything() -> None:
     assert len(HookTable([callback]).on_log) == 1
 
 
+async def _asynchronous(self: Any) -> None:
+    raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     "name, function, message",
     [
         (
             "on_epoch_end",
             lambda self, epoch: None,
-            r"Custom.on_epoch_end\(epoch\) does not accept the arguments that the loop passes. "
+            r"Custom.on_epoch_end\(self, epoch\) does not accept the arguments that the loop passes. "
             r"Define it as on_epoch_end\(self\)",
         ),
-        ("on_log", lambda self, rows, *, step: None, r"Custom.on_log\(rows, \*, step\) does not accept the arg"),
+        ("on_log", lambda self, rows, *, step: None, r"Custom.on_log\(self, rows, \*, step\) does not accept the arg"),
         ("on_exception", lambda self, *, error: None, r"Define it as on_exception\(self, exception"),
+        ("on_epoch_end", lambda: None, r"Custom.on_epoch_end\(\) does not accept .* Define it as on_epoch_end\(self\)"),
+        ("on_epoch_end", None, r"Custom.on_epoch_end is None, which can't be called"),
+        (
+            "on_epoch_end",
+            _asynchronous,
+            r"Custom.on_epoch_end is async or contains yield, so calling",
+        ),
     ],
-    ids=["too many", "keyword", "keyword only"],
+    ids=["too many", "keyword", "keyword only", "no self", "no function", "async"],
 )
 def test_a_hook_that_can_not_be_called_is_refused_at_registration(name: str, function: Any, message: str) -> None:
     callback = type("Custom", (AbstractCallback,), {name: function})()

@@ -244,6 +244,8 @@ def test_load_takes_a_folder_for_its_newest(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"None is not a checkpoint's path"):
+        checkpoint.load(None)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"none.pt: no such file or folder. Pass a checkpoint's path"):
         checkpoint.load(tmp_path / "none.pt")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit.small_loop import Net, make_loop
@@ -248,7 +249,7 @@ def test_find_batch_size_takes_several_optimizers_and_a_batch_larger_than_the_da
     optimizers = {name: optim.SGD(part.parameters(), 0.1) for name, part in parts.items()}
     loop = make_loop(model, optimizer=MultiOptimizer(optimizers))
     loop.train_loader = DataLoader(make_data(), 1000, drop_last=True)
-    assert loop.find_batch_size(steps=2).suggestion == len(make_data())
+    assert loop.find_batch_size(steps=np.int64(2)).suggestion == len(make_data())  # type: ignore[arg-type]
 
 
 def test_the_first_batch_leaves_no_workers_behind() -> None:

@@ -210,7 +210,8 @@ def test_a_hook_with_too_many_parameters_is_named() -> None:
             pass
 
     with pytest.raises(
-        ConfigurationError, match=r"Wrong\.on_epoch_end\(history.*does not accept the arguments that the loop passes"
+        ConfigurationError,
+        match=r"Wrong\.on_epoch_end\(self, history.*does not accept the arguments",
     ):
         make().fit(num_epochs=1, callbacks=[Wrong()])
 

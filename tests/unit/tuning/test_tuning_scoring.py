@@ -81,6 +81,18 @@ def test_weights_are_better_than_the_best_model_and_the_second_metric_decides_be
     assert weights == ensemble_weights(models, y, r2)
 
 
+def test_what_gives_no_weights_is_an_error() -> None:
+    truth, right = np.array([0, 1]), np.array([0.0, 1.0])
+    for predictions, metrics, kind in (
+        ([], [scorer("r2")], {}),
+        ([right, np.zeros(3)], [scorer("r2")], {}),
+        ([right], [], {}),
+        ([right], [scorer("r2")], {"rounds": 0}),
+    ):
+        with pytest.raises(ConfigurationError, match=r"ensemble_weights: .*1 or more|predictions have \[.*\] rows"):
+            ensemble_weights(predictions, truth, *metrics, **kind)
+
+
 def test_weights_chosen_on_few_rows_are_better_on_others_than_those_of_one_selection() -> None:
     def error(y_true: Any, predictions: Any) -> float:
         return -float(np.sqrt(np.square(y_true - predictions).mean()))
