@@ -54,6 +54,7 @@ class EpochEnd(NamedTuple):
 
 # Beside the totals of a loss: samples of batches without units, and whether others have units.
 _EMPTY, _UNITS = "\0empty", "\0units"
+# Times the weight of a batch without units in its step: nothing beside others, but a step of such batches has a mean.
 _LEAST = 1e-30
 _COUNT = Options(on_step=False, on_epoch=True, reduce="sum", shared=True, part=None)
 
@@ -93,7 +94,7 @@ class _Series:
             empty = [type(weight) is int and not value for value, weight in zip(values, kept_weights)]
             self.has_units = self.has_units or any(type(weight) is not int for weight in kept_weights)
             self.empty += sum(compress(weights, empty))
-            if self.has_units and any(empty):  # the mean of a step that has no units is 0
+            if self.has_units and any(empty):
                 of_steps = [weight * _LEAST if of_none else weight for weight, of_none in zip(weights, empty)]
         if self.options.on_step:
             if min(steps) > 0:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy as shallow_copy
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from trainloop.parallel.misuse import SetAttributes, WatchedTensors, explain_rep
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, copy_attributes
 
 __all__ = ["TTDataParallel"]
+
+_T = TypeVar("_T")
 
 
 class TTDataParallel(Transparent, DataParallel):
@@ -236,6 +238,11 @@ class TTDataParallel(Transparent, DataParallel):
 
     def _loss_of_all(self, losses: list[Any], sizes: list[int], criterion: Any) -> Any:
         """Return the loss of the whole batch from the losses of its parts."""
+        if self._tt_devices[0].type == "cpu":
+            return _in_new_thread(lambda: self._combined(losses, sizes, criterion), self._tt_devices[0])
+        return self._combined(losses, sizes, criterion)
+
+    def _combined(self, losses: list[Any], sizes: list[int], criterion: Any) -> Any:
         rule = sum_rule(self.module, criterion)
         if rule is None or isinstance(losses[0], tuple):
             return parts.combine_losses(losses, sizes)
@@ -414,7 +421,9 @@ def _with_criteria(
 def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) -> list[nn.Module]:
     """Return one replica per device, for that device's samples; gradients go to the module's own parameters."""
     if devices[0].type == "cpu":
-        replicas = [_cpu_replica(module, shares_buffers=i == 0) for i in range(len(devices))]
+        replicas = _in_new_thread(
+            lambda: [_cpu_replica(module, shares_buffers=i == 0) for i in range(len(devices))], devices[0]
+        )
     else:
         with torch.enable_grad():
             replicas = replicate(module, devices)
@@ -520,6 +529,31 @@ def _in_threads(calls: Sequence[Callable[[], Any]], devices: list[torch.device])
     if ends:
         raise ends[0]
     return results
+
+
+def _in_new_thread(function: Callable[[], _T], device: torch.device) -> _T:
+    """Call a function on the CPU as replicas are called, in a thread of its own.
+
+    Autograd adds up gradients in the order of numbers that each thread counts from 0. With numbers of the calling
+    thread, the gradients' bits would depend on what the process has done before, and a resumed run would differ.
+    """
+    results: list[_T] = []
+    errors: list[BaseException] = []
+    settings = _thread_settings([device])
+
+    def work() -> None:
+        try:
+            with settings(device):
+                results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,))
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def _thread_settings(

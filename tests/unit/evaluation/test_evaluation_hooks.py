@@ -311,7 +311,7 @@ def test_a_models_hook_that_can_not_be_called_is_refused() -> None:
     class Wrong(Net):
         def on_epoch_begin(self, epoch: int, total: int) -> None: ...  # type: ignore[override]
 
-    with pytest.raises(ConfigurationError, match=r"Wrong.on_epoch_begin\(epoch: .* does not accept the argum"):
+    with pytest.raises(ConfigurationError, match=r"Wrong.on_epoch_begin\(self, epoch: .* does not accept the argum"):
         make_loop(Wrong()).fit(num_epochs=1)
 
 
