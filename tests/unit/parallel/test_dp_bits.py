@@ -1,4 +1,4 @@
-"""In dp, the bits do not depend on what the process has done before: a resumed run has those of one that was not interrupted."""
+"""In dp, bits do not depend on what the process has done before: a resumed run has those of an uninterrupted one."""
 
 from __future__ import annotations
 
