@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainloop._metrics.reducing import Options, StepValues, by_name, step_values, with_sum_of_parts
+from trainloop._metrics.reducing import Options, StepValues, by_name, step_values, weights_of, with_sum_of_parts
 from trainloop._support.rng import derive_seed
 
 __all__ = ["MOST_THAT_GATHER", "Collectives", "Exchange", "Gathered", "Summed", "exchange_of"]
@@ -166,7 +166,8 @@ class _Numbers:
         """Return the numbers of one rank's step values."""
         indices, reduced = step_values({"": [(options, steps, values, weights)]})[""]
         places = np.searchsorted(indices, steps)
-        return cls(options, indices, reduced, np.bincount(places, weights, len(indices)).astype(np.float64))
+        sums = np.bincount(places, weights_of(weights, options.units), len(indices))
+        return cls(options, indices, reduced, sums.astype(np.float64))
 
     @classmethod
     def of_epoch(cls, options: Options, total: list[float], weight: list[float]) -> _Numbers:

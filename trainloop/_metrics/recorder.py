@@ -52,10 +52,8 @@ class EpochEnd(NamedTuple):
     """Each rank's attachment; one entry if all sent the same."""
 
 
-# Beside the totals of a loss: samples of batches without units, and whether others have units.
-_EMPTY, _UNITS = "\0empty", "\0units"
-# Times the weight of a batch without units in its step: nothing beside others, but a step of such batches has a mean.
-_LEAST = 1e-30
+# Beside the total of a loss: the samples of batches that may have no units.
+_EMPTY = "\0empty"
 _COUNT = Options(on_step=False, on_epoch=True, reduce="sum", shared=True, part=None)
 
 
@@ -80,7 +78,6 @@ class _Series:
         self.empty = 0
         """Samples of batches whose loss is zero and a mean over samples. If other batches' losses have units, these
         batches have none: ``get_loss`` returns zero if all targets are ignored."""
-        self.has_units = False
 
     def settle(self, numbers: Mapping[int, float]) -> None:
         """Process pending values; ``numbers`` maps a slot's id to the slot's value."""
@@ -91,11 +88,12 @@ class _Series:
         self.latest = values[-1]
         of_steps = weights
         if self.options.part is not None:
+            if any(type(weight) is not int for weight in kept_weights):
+                self.options = self.options._replace(units=True)
             empty = [type(weight) is int and not value for value, weight in zip(values, kept_weights)]
-            self.has_units = self.has_units or any(type(weight) is not int for weight in kept_weights)
-            self.empty += sum(compress(weights, empty))
-            if self.has_units and any(empty):
-                of_steps = [weight * _LEAST if of_none else weight for weight, of_none in zip(weights, empty)]
+            if any(empty):
+                self.empty += sum(compress(weights, empty))
+                of_steps = [-weight if is_empty else weight for weight, is_empty in zip(weights, empty)]
         if self.options.on_step:
             if min(steps) > 0:
                 self.steps.extend(steps)
@@ -410,9 +408,9 @@ class Recorder:
         losses, metrics = {}, {}
         for name, entries in epoch.items():
             part = entries[0][0].part
-            if name.endswith((_EMPTY, _UNITS)):
+            if name.endswith(_EMPTY):
                 continue
-            if name + _EMPTY in epoch and name + _UNITS in epoch:
+            if name + _EMPTY in epoch and any(options.units for options, *_ in entries):
                 entries = [*entries, (entries[0][0], [], [-epoch_value(epoch[name + _EMPTY])])]
             if part is None:
                 metrics[name] = epoch_value(entries)
@@ -433,19 +431,14 @@ class Recorder:
         whole = self._parts[""]
         if counted and not whole.options.on_epoch and whole not in counted:
             counted.append(whole)  # without a value: other ranks are not to count theirs
-        totals = {s.name: (s.options, s.total, s.weight) for s in counted}
-        for s in counted:
-            if s.empty:
-                totals[s.name + _EMPTY] = _COUNT, [float(s.empty)], []
-            if s.has_units:
-                totals[s.name + _UNITS] = _COUNT, [1.0], []
-        return totals
+        empty = {s.name + _EMPTY: (_COUNT, [float(s.empty)], list[float]()) for s in counted if s.empty}
+        return {**{s.name: (s.options, s.total, s.weight) for s in counted}, **empty}
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the unfinished epoch, as plain types. Call it after :meth:`exchange_steps`."""
         return {
             s.name: {"options": list(s.options), "count": s.count, "total": s.total, "weight": s.weight}
-            | ({"empty": s.empty, "has_units": s.has_units} if s.empty or s.has_units else {})
+            | ({"empty": s.empty} if s.empty else {})
             for s in self._series.values()
             if s.count
         }
@@ -472,11 +465,11 @@ class Recorder:
                 series.total = reduced(options.reduce, [*series.total, *saved["total"]])
                 series.weight = exact_sum([*series.weight, *saved["weight"]])
                 series.empty += saved.get("empty", 0)
-                series.has_units = series.has_units or saved.get("has_units", False)
+                series.options = series.options._replace(units=series.options.units or options.units)
 
 
 def _joined(name: str, before: list[Any], entries: list[Any]) -> list[Any]:
-    if before and before[0][0] != entries[0][0]:
+    if before and not before[0][0].agree(entries[0][0]):
         raise ConfigurationError(
             f"log({name!r}, ...): this metric was logged with other options before, on another rank. Use the same "
             "options in all calls with this name."

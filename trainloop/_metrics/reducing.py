@@ -24,6 +24,7 @@ __all__ = [
     "reduced",
     "rows_of",
     "step_values",
+    "weights_of",
     "with_sum_of_parts",
 ]
 
@@ -44,13 +45,16 @@ class Options(NamedTuple):
     """True if the value is over all ranks; False for per-rank values."""
     part: str | None
     """For the loop's loss: the name of a part, or an empty string for the total. ``None`` for the user's metrics."""
+    units: bool = False
+    """For the loop's loss: True if that of any batch was a mean over units of its own, other than samples."""
 
     def agree(self, other: Options) -> bool:
         """Return True if values with these options can be reduced with values with the ``other`` options.
 
         The parts of a ``MultiLoss`` may have own weights in the batches of some ranks only: ``on_epoch`` of its total.
         """
-        return self == other or (self.part == "" and self._replace(on_epoch=other.on_epoch) == other)
+        alike = self._replace(units=other.units)
+        return alike == other or (self.part == "" and alike._replace(on_epoch=other.on_epoch) == other)
 
 
 def exact_sum(values: Iterable[float]) -> list[float]:
@@ -125,11 +129,22 @@ def step_values(found: Mapping[str, Sequence[tuple[Options, Any, Any, Any]]]) ->
         name: entries[0][1:3]
         if len(entries) == 1 and _are_results(*entries[0])
         else _reduced_in_steps(
-            entries[0][0].reduce, *(np.concatenate([entry[i] for entry in entries]) for i in (1, 2, 3))
+            entries[0][0].reduce,
+            np.concatenate([entry[1] for entry in entries]),
+            np.concatenate([entry[2] for entry in entries]),
+            weights_of(np.concatenate([entry[3] for entry in entries]), any(entry[0].units for entry in entries)),
         )
         for name, entries in found.items()
     }
     return with_sum_of_parts(values, {name: [entry[0] for entry in entries] for name, entries in found.items()})
+
+
+def weights_of(weights: npt.NDArray[np.float64], units: bool) -> npt.NDArray[np.float64]:
+    """Return the weights of a loss in steps. Negative ones are samples of batches that have no units if others do.
+
+    Beside others, they then weigh nothing; but a step of such batches has a mean.
+    """
+    return np.where(weights < 0, weights * (-1e-30 if units else -1.0), weights)
 
 
 def with_sum_of_parts(values: StepValues, options: Mapping[str, Sequence[Options]]) -> StepValues:
