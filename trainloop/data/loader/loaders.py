@@ -73,7 +73,7 @@ def distributed_sampler(loader: Any) -> Any | None:
 
 
 def _distributed_samplers(loader: Any) -> list[Any]:
-    samplers = [part for name, part in parts_of_loader(loader).items() if name != "loader"]
+    samplers = [part for name, part in parts_of_loader(loader).items() if not name.startswith("loader")]
     return [one for one in samplers if isinstance(one, DistributedSampler) or num_ranks_of(one) > 1]
 
 
