@@ -119,6 +119,23 @@ class Several(BatchSampler):
         return 11
 
 
+class Mixed:
+    """A loader of the user's own, which mixes the batches of two loaders by a generator of its own."""
+
+    def __init__(self, data: Any) -> None:
+        self.first = DataLoader(data, 20, shuffle=True, generator=torch.Generator().manual_seed(5))
+        self.others = [DataLoader(data, 21, sampler=Own(np.random.default_rng(2)))]
+        self.rng = random.Random(3)
+
+    def __iter__(self) -> Any:
+        batches = [*self.first, *self.others[0]]
+        self.rng.shuffle(batches)
+        return iter(batches)
+
+    def __len__(self) -> int:
+        return 11
+
+
 class Own:
     """A sampler of the user's own, with a generator of its own: of Python, numpy or torch."""
 
@@ -179,6 +196,7 @@ LOADERS: dict[str, Any] = {
     "weighted": lambda data: DataLoader(data, 10, sampler=WeightedRandomSampler(torch.arange(1.0, 102.0), 101)),
     "batch sampler": lambda data: DataLoader(data, batch_sampler=Shuffled()),
     "a batch sampler's lists": lambda data: DataLoader(data, batch_sampler=Several()),
+    "loaders within a loader": Mixed,
     "stream": lambda data: DataLoader(Stream(), 10),
     "stream that goes on": lambda data: DataLoader(OnAndOn(), 10),
     "list of batches": lambda data: list(DataLoader(data, 10)),

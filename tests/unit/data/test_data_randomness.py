@@ -246,6 +246,17 @@ def test_set_epoch_reaches_whoever_wants_it() -> None:
             TrainFeed(loader, seed=seed).set_epoch(7)
         assert Told.epochs == [7, 7]
 
+    class Pairs:
+        def __init__(self) -> None:
+            self.loaders = [DataLoader(Rows(), 4, sampler=Told()), DataLoader(Rows(), 4, sampler=Told())]
+
+        def __iter__(self) -> Any:
+            return zip(*self.loaders, strict=True)
+
+    Told.epochs.clear()
+    TrainFeed(Pairs()).set_epoch(7)
+    assert Told.epochs == [7, 7]
+
     class ToldRows(Rows):
         set_epoch = Told.set_epoch
         epochs = Told.epochs

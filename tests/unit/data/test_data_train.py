@@ -323,6 +323,36 @@ def test_the_twin_of_a_distributed_loader_keeps_its_sampler() -> None:
         assert (feed.num_batches, feed.num_samples, feed.global_batch_size) == (6, 42, 8)
 
 
+class Zipped:
+    """A loader of the user's own, which reads two loaders."""
+
+    def __init__(self, *loaders: Any) -> None:
+        self.loaders = loaders
+
+    def __iter__(self) -> Any:
+        return zip(*self.loaders, strict=False)
+
+
+def test_distributed_samplers_of_loaders_within_a_loader_get_the_rank() -> None:
+    dataset = Rows()
+    read = []
+    for rank in range(2):
+        samplers: list[Any] = [DistributedSampler(dataset, num_replicas=2, rank=0, seed=seed) for seed in range(2)]
+        loader = Zipped(*(DataLoader(dataset, 4, sampler=sampler) for sampler in samplers))
+        feed = TrainFeed(loader, rank=rank, world_size=2, seed=SEED, exchange_ints=lambda values: [values] * 2)
+        feed.set_epoch(1)
+        steps = list(feed.steps(1))
+        assert [sampler.rank for sampler in samplers] == [rank, rank]
+        expected: Any = DistributedSampler(dataset, num_replicas=2, rank=rank, seed=1)
+        expected.set_epoch(1)
+        assert [i for step in steps for i in indices(step.batches[0][1])] == list(expected)
+        read.append(list(expected))
+    assert sorted({*read[0], *read[1]}) == list(range(len(dataset)))
+    loader = Zipped(DataLoader(dataset, 4, sampler=samplers[0]), DataLoader(dataset, 4))
+    with pytest.raises(ConfigurationError, match="loaders with and without a sampler that splits samples over ranks"):
+        TrainFeed(loader, rank=0, world_size=2, seed=SEED)
+
+
 def test_what_is_known_of_an_epoch() -> None:
     def known(loader: Any, world_size: int = 2) -> tuple[Any, ...]:
         feed = TrainFeed(loader, rank=1, world_size=world_size, seed=SEED, exchange_ints=lambda values: [values] * 2)

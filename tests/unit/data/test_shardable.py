@@ -124,16 +124,11 @@ def _buffered(model: Tower) -> None:
     model.register_buffer("first", model.blocks[0].up.weight.data)
 
 
-def _kept(model: Tower) -> None:
-    model.blocks[0].kept = [model.blocks[0].up.weight.data[0]]
-
-
 @pytest.mark.parametrize(
     "share, message",
     [
         (_transposed, r"blocks\.0\.(up|down)\.weight and blocks\.0\.(up|down)\.weight share memory"),
         (_buffered, r"first has a view of blocks\.0\.up\.weight"),
-        (_kept, r"blocks\.0\.kept has a view of blocks\.0\.up\.weight"),
     ],
 )
 def test_memory_that_a_model_shares_within_itself(share: Callable[[Tower], None], message: str) -> None:

@@ -131,6 +131,9 @@ class TrainFeed:
             # Running workers have copies of the dataset that would stay at the epoch in which they started.
             end_workers(self.loader)
             self._position.replace_workers()
+        for inner in loaders.loaders_within(self._users_loader):
+            if loaders.tells_dataset(inner):
+                end_workers(inner)
         libraries.set_epoch(self._users_loader, epoch)
 
     @property

@@ -73,7 +73,9 @@ def distributed_sampler(loader: Any) -> Any | None:
 
 
 def _distributed_samplers(loader: Any) -> list[Any]:
-    samplers = [part for name, part in parts_of_loader(loader).items() if name != "loader"]
+    samplers = [
+        one for name, one in parts_of_loader(loader).items() if name != "loader" and not isinstance(one, DataLoader)
+    ]
     return [one for one in samplers if isinstance(one, DistributedSampler) or num_ranks_of(one) > 1]
 
 
@@ -89,6 +91,11 @@ def refuse_shared_iterator(loader: Any, training: Any) -> None:
                 "__next__), so evaluating it within an epoch would take the batches of the training. Evaluate it in "
                 "on_epoch_end, or return a new iterator from its __iter__."
             )
+
+
+def loaders_within(loader: Any) -> list[DataLoader[Any]]:
+    """Return the loaders that a loader of the user's own reads."""
+    return [one for one in parts_of_loader(loader).values() if isinstance(one, DataLoader) and one is not loader]
 
 
 def num_ranks_of(sampler: Any) -> int:
@@ -156,11 +163,16 @@ def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
     Raises
     ------
     ConfigurationError
-        If the sampler was created for another number of ranks.
+        If the sampler was created for another number of ranks, or if only some of the loaders within a loader have one.
     """
     sampler = distributed_sampler(loader)
     if sampler is None:
         return loader
+    if not all(map(_distributed_samplers, loaders_within(loader))):
+        raise ConfigurationError(
+            f"{name} contains loaders with and without a sampler that splits samples over ranks. Pass all of them "
+            "without such a sampler: trainloop then divides the batches among the ranks."
+        )
     if num_ranks_of(sampler) != world_size:
         plain = isinstance(sampler, DistributedSampler)
         kind = "DistributedSampler" if plain else f"sampler ({type(sampler).__name__})"

@@ -121,17 +121,31 @@ def read_isolated(iterable: Iterable[Any], at_once: int, seed: int | None) -> It
 
 
 def parts_of_loader(loader: Any) -> dict[str, Any]:
-    """Return a loader, its samplers, and the samplers inside these, by attribute."""
-    parts: dict[str, Any] = {"loader": loader}
-    for name in ("sampler", "batch_sampler"):
-        _add_samplers(parts, name, getattr(loader, name, None))
+    """Return a loader, its samplers, the samplers inside these, and the loaders that a loader of the user has."""
+    parts: dict[str, Any] = {}
+    _add_loader(parts, "loader", loader)
     return parts
+
+
+def _add_loader(parts: dict[str, Any], name: str, loader: Any) -> None:
+    if any(loader is other for other in parts.values()):
+        return
+    parts[name] = loader
+    for kind in ("sampler", "batch_sampler"):
+        _add_samplers(parts, kind if name == "loader" else f"{name}.{kind}", getattr(loader, kind, None))
+    if not isinstance(loader, DataLoader) and not has_state(loader):
+        for key, one in _attributes_of(loader).items():
+            if isinstance(one, DataLoader) or _is_sampler(one):  # or another loader of the user's own
+                _add_loader(parts, f"{name}.{key}", one)
 
 
 def datasets_of(loader: Any) -> dict[str, Any]:
     """Return a loader's dataset, and the datasets that it has as ``dataset`` or ``datasets``, by attribute."""
     parts: dict[str, Any] = {}
-    left = [("dataset", getattr(loader, "dataset", None))]
+    loaders = [
+        (name, one) for name, one in parts_of_loader(loader).items() if one is loader or isinstance(one, DataLoader)
+    ]
+    left = [(f"{name}.dataset".removeprefix("loader."), getattr(one, "dataset", None)) for name, one in loaders]
     while left:
         name, dataset = left.pop()
         if dataset is None or any(dataset is other for other in parts.values()):
@@ -170,13 +184,13 @@ def _is_sampler(value: Any) -> bool:
 
 
 def _attributes_of(holder: Any) -> dict[str, Any]:
-    """Return an object's attributes, with the items of lists, tuples and dicts of samplers or generators."""
+    """Return an object's attributes, with the items of lists, tuples and dicts of samplers, loaders or generators."""
     found: dict[str, Any] = {}
     for name, value in getattr(holder, "__dict__", {}).items():
         found[name] = value
         if type(value) in (list, tuple, dict):
             items = dict(islice(value.items() if isinstance(value, dict) else enumerate(value), _MOST_ITEMS))
-            if any(_is_sampler(item) or as_generator(item) is not None for item in items.values()):
+            if any(isinstance(item, DataLoader) or _is_sampler(item) or as_generator(item) for item in items.values()):
                 found.update({f"{name}[{key}]": item for key, item in items.items()})
     return found
 
@@ -268,15 +282,15 @@ def as_generator(value: Any) -> Generator | None:
 def generators_of(loader: Any) -> dict[str, Generator]:
     """Return the generators that the user gave a loader, by the attribute that refers to each; each generator once.
 
-    In samplers of the user's own classes, these are all attributes that are generators of Python, numpy or torch; or,
-    if a sampler has the methods ``state_dict`` and ``load_state_dict``, its state. A loader with these methods includes
-    its samplers' states in its own.
+    In samplers and loaders of the user's own classes, these are all attributes that are generators of Python, numpy or
+    torch; or, if a sampler has the methods ``state_dict`` and ``load_state_dict``, its state. A loader with these
+    methods includes its samplers' states in its own.
     """
     found: dict[str, Generator] = {}
     loader = loader.loader if isinstance(loader, SplitBatches) else loader
     for name, holder in parts_of_loader(loader).items():
         attributes = {name: getattr(holder, "generator", None)}
-        if name != "loader" and not type(holder).__module__.startswith("torch."):
+        if not type(holder).__module__.startswith("torch."):
             if not has_state(holder):
                 attributes.update({f"{name}:{key}": value for key, value in _attributes_of(holder).items()})
             elif not has_state(loader) and all(getattr(other, "own", None) is not holder for other in found.values()):

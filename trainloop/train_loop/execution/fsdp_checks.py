@@ -87,7 +87,8 @@ def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, An
 def _check_views(model: nn.Module, holders: Iterable[Any]) -> None:
     """Raise an error for tensors that share the memory of parameters; shards have other memory.
 
-    They may be parameters or buffers themselves, or be attributes of a module, a callback or a criterion.
+    They may be parameters or buffers themselves, or attributes of callbacks and a criterion. (Modules have such
+    attributes that each forward replaces, as with ``nn.utils.spectral_norm``.)
     """
     named = {n: p for n, p in model.named_parameters() if not stays_whole(p) and _has_memory(p)}
     owners = {p.untyped_storage().data_ptr(): name for name, p in named.items()}
@@ -95,9 +96,6 @@ def _check_views(model: nn.Module, holders: Iterable[Any]) -> None:
         _check_overlaps(named)
     parameters = set(map(id, named.values()))
     held: list[tuple[str, Any]] = list(model.named_buffers())
-    for path, part in model.named_modules():
-        own = (item for item in vars(part).items() if item[0] not in ("_parameters", "_buffers", "_modules"))
-        held += [(f"{path}.{key}".lstrip("."), value) for key, value in own]
     for holder in holders:
         held += [(f"{type(holder).__name__}.{key}", value) for key, value in getattr(holder, "__dict__", {}).items()]
     for where, value in held:
