@@ -124,7 +124,7 @@ def _check_overlaps(named: Mapping[str, Tensor]) -> None:
         ends = [_end(p) for _, p in sharing]
         if all(end <= p.storage_offset() for end, (_, p) in zip(ends, sharing[1:], strict=False)):
             continue  # parts of one flat tensor, one after another
-        owners = torch.full((max(ends),), -1, dtype=torch.int32)
+        owners = torch.full((max(ends),), -1, dtype=torch.int32, device="cpu")
         for i, (name, p) in enumerate(sharing):
             elements = owners.as_strided(p.shape, p.stride(), p.storage_offset())
             if (other := int(elements.max())) >= 0:

@@ -320,7 +320,8 @@ def _states_of(optimizers: Sequence[Any], names: dict[int, str]) -> dict[str, in
 
 
 def _is_plain_state(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided
+    # A subclass, such as torchao's quantized states, may not support the operations of a checksum.
+    return type(value) is Tensor and value.is_floating_point() and value.layout == torch.strided
 
 
 def _different(names: Iterable[str], sums: Iterable[int]) -> list[str]:
