@@ -507,17 +507,21 @@ def _on_its_ranks(callback: AbstractCallback, name: str) -> Hook:
 def _hook(callback: Any, name: str) -> Hook:
     """Return a callback's hook. If it takes fewer arguments than the loop passes, wrap it to drop the last ones."""
     method: Hook = getattr(callback, name)
-    offered, owner = _NUM_ARGUMENTS[name], f"{type(callback).__name__}.{name}"
-    asked = f"Define it as {name}{inspect.signature(getattr(AbstractCallback, name))}."
+    offered = _NUM_ARGUMENTS[name]
     if not callable(method):
-        raise ConfigurationError(f"{owner} is {method!r}, which can't be called. {asked}")
+        raise _no_hook(callback, name, f" is {method!r}, which can't be called")
     if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
-        raise ConfigurationError(f"{owner} is async or contains yield, so calling it would not run it. {asked}")
+        raise _no_hook(callback, name, " is async or contains yield, so calling it would not run it")
     for count in range(offered, -1, -1):
         if not why_not(method, *[None] * count):
             return method if count == offered else wraps(method)(partial(_call_with_fewer, method, count))
     takes = inspect.signature(getattr(method, "__func__", method))
-    raise ConfigurationError(f"{owner}{takes} does not accept the arguments that the loop passes. {asked}")
+    raise _no_hook(callback, name, f"{takes} does not accept the arguments that the loop passes")
+
+
+def _no_hook(callback: Any, name: str, fact: str) -> ConfigurationError:
+    asked = inspect.signature(getattr(AbstractCallback, name))
+    return ConfigurationError(f"{type(callback).__name__}.{name}{fact}. Define it as {name}{asked}.")
 
 
 def _call_with_fewer(method: Hook, taken: int, *arguments: Any) -> Any:
