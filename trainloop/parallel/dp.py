@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy as shallow_copy
 from functools import partial
 from types import FunctionType
@@ -537,23 +538,14 @@ def _in_new_thread(function: Callable[[], _T], device: torch.device) -> _T:
     Autograd adds up gradients in the order of numbers that each thread counts from 0. With numbers of the calling
     thread, the gradients' bits would depend on what the process has done before, and a resumed run would differ.
     """
-    results: list[_T] = []
-    errors: list[BaseException] = []
     settings = _thread_settings([device])
 
-    def work() -> None:
-        try:
-            with settings(device):
-                results.append(function())
-        except BaseException as error:
-            errors.append(error)
+    def work() -> _T:
+        with settings(device):
+            return function()
 
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,))
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(contextvars.copy_context().run, work).result()
 
 
 def _thread_settings(
