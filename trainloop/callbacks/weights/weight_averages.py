@@ -83,6 +83,7 @@ class WeightAverage(AbstractCallback):
         self.average, self.updates, self._trained = {}, 0, None
 
     def on_train_begin(self) -> None:
+        self._end()  # of a run that was ended without its last hooks
         weights = self.weights()
         self.average = _like(self.average, weights)
         if self._trained is not None:

@@ -87,9 +87,9 @@ def refuse_shared_iterator(loader: Any, training: Any) -> None:
         if name is not None:
             where = "train_loader" if name == "loader" else f"train_loader.{name}"
             raise ConfigurationError(
-                f"{where} is its own iterator ({type(part).__name__} has "
-                "__next__), so evaluating it within an epoch would take the batches of the training. Evaluate it in "
-                "on_epoch_end, or return a new iterator from its __iter__."
+                f"{where} is its own iterator ({type(part).__name__} has __next__), so evaluating it within an epoch "
+                "would take the batches of the training. Evaluate it in on_epoch_end, or return a new iterator from "
+                "its __iter__."
             )
 
 
