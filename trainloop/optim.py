@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from operator import is_
 from typing import Any
 
@@ -12,6 +13,10 @@ import numpy as np
 import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 
 from trainloop._support.nested import map_parts, parts_of
@@ -608,6 +613,17 @@ def named_trained_parameters(
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield f"parameter {i} of the optimizer", tensor
+
+
+def note_registrations(note: Callable[[nn.Module, str, Any], None]) -> ExitStack:
+    """Call ``note(module, name, value)`` when a module registers a parameter or another module: torch's public hooks.
+
+    Closing the result, or leaving it as a context, ends this.
+    """
+    undo = ExitStack()
+    undo.callback(register_module_parameter_registration_hook(note).remove)
+    undo.callback(register_module_module_registration_hook(note).remove)
+    return undo
 
 
 def own_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
@@ -23,6 +19,7 @@ from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import check_counts, check_flags, number_of
 from trainloop.callbacks.base import AbstractCallback, logs_nothing, require_loader
 from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.optim import note_registrations
 from trainloop.parallel.shards import is_sharded, local_shard, shard_like
 from trainloop.parallel.sync_batchnorm import BatchNorm
 
@@ -76,7 +73,7 @@ class WeightAverage(AbstractCallback):
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._widens = False
         self._is_outdated = False  # a parameter is lazy, or was registered since
-        self._unregister: list[Callable[[], None]] = []
+        self._registrations: ExitStack | None = None
 
     def reset(self) -> None:
         super().reset()
@@ -95,8 +92,7 @@ class WeightAverage(AbstractCallback):
             self._trained = None
         self._pair()
         # Callbacks may add or replace parameters in any hook, also before this callback's.
-        hooks = (register_module_parameter_registration_hook, register_module_module_registration_hook)
-        self._unregister = [hook(self._note_registration).remove for hook in hooks]
+        self._registrations = note_registrations(self._note_registration)
 
     def on_epoch_begin(self) -> None:
         self._is_outdated = True  # they may have removed some, too
@@ -154,9 +150,9 @@ class WeightAverage(AbstractCallback):
 
     def _end(self) -> None:
         self._pairs = ([], [])
-        for unregister in self._unregister:
-            unregister()
-        self._unregister = []
+        if self._registrations is not None:
+            self._registrations.close()
+        self._registrations = None
 
     def _continue_from(self, trained: dict[str, Tensor]) -> None:
         """Copy the weights that the average has replaced into the model."""
@@ -189,7 +185,7 @@ class WeightAverage(AbstractCallback):
     def __getstate__(self) -> dict[str, Any]:
         # Tensors are moved to the CPU, because the process that receives them may not have the device.
         trained = None if self._trained is None else _to_cpu(self._trained)
-        ended: dict[str, Any] = {"_trained": trained, "_pairs": ([], []), "_unregister": []}
+        ended: dict[str, Any] = {"_trained": trained, "_pairs": ([], []), "_registrations": None}
         return {**self.__dict__, "average": _to_cpu(self.average), **ended}
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,18 +8,14 @@ weight), over all micro-batches and ranks. The backward of each micro-batch adds
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from trainloop import distributed
 from trainloop._support.reduction import has_class_criteria, sum_rule
@@ -29,6 +25,7 @@ from trainloop.optim import (
     MultiLoss,
     explain_sparse,
     needs_closure,
+    note_registrations,
     optimizers_of,
     own_parameters,
     parameters_of,
@@ -219,19 +216,15 @@ class Gradients:
                 f"{type(before[0]).__name__}, as one of them needs a closure. End training, and call fit again with it."
             )
 
-    @contextmanager
-    def noting_registrations(self) -> Iterator[None]:
-        """Inside the block, note when a module registers a parameter or another module, by torch's public hooks."""
+    def noting_registrations(self) -> AbstractContextManager[Any]:
+        """Inside the block, note when a module registers a parameter or another module."""
 
         def note(module: nn.Module, name: str, value: Any) -> None:
             self.outdated = True
             if self._place.collective:
                 self._place.registered.add((module, name))
 
-        with ExitStack() as undo:
-            undo.callback(register_module_parameter_registration_hook(note).remove)
-            undo.callback(register_module_module_registration_hook(note).remove)
-            yield
+        return note_registrations(note)
 
     def check_same_weights(self) -> None:
         """Check that all ranks have the same weights. Collective in ``ddp``."""
