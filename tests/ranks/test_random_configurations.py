@@ -182,16 +182,20 @@ def make_loop(config: dict[str, Any], mode: str) -> TrainLoop:
     else:
         optimizer = MultiOptimizer({"main": make(model.layers.parameters()), "other": make(model.other.parameters())})
     alone = 1 if mode in ("ddp", "fsdp") else ranks  # the other modes read whole global batches
+    loaders = [loader_of(config, which, alone if which == 0 else 1) for which in range(3)]
+    criterion = nn.CrossEntropyLoss(**CRITERIA[config["loss"]])
+    return loop_in_mode(config, mode, model, *loaders, optimizer, criterion, seed=3)
+
+
+def loop_in_mode(config: dict[str, Any], mode: Any, *parts: Any, seed: int) -> TrainLoop:
+    """A loop of a model, its three loaders, an optimizer and a criterion, in one of a combination's modes."""
     return TrainLoop(
-        model,
-        *(loader_of(config, which, alone if which == 0 else 1) for which in range(3)),
-        optimizer,
-        nn.CrossEntropyLoss(**CRITERIA[config["loss"]]),
+        *parts,
         end_auto_eval=config["evaluated"],
         gpu_mode=mode,
         accelerator="cpu",
-        devices=1 if mode == "single" else ranks,
-        seed=3,
+        devices=1 if mode == "single" else config["ranks"],
+        seed=seed,
         gradient_clip_norm=config["clip"],
         progress_bar=False,
     )

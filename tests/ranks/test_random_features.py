@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ranks.test_random_configurations import check, numbers
+from ranks.test_random_configurations import check, loop_in_mode, numbers
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
 from trainloop.callbacks import ExponentialMovingAverage, GradientStats, LRScheduler, ModelCheckpoint
 from trainloop.optim import optimizers_of
@@ -333,21 +333,13 @@ def make_loop(config: dict[str, Any], mode: Any) -> TrainLoop:
     else:
         optimizer = OPTIMIZERS.get(config["optimizer"], OPTIMIZERS["SGD"])(list(model.parameters()))
     factor = 1 if mode in ("ddp", "fsdp") else ranks  # the other modes read whole global batches
-    return TrainLoop(
-        model,
+    loaders = [
         make_loader(config["size"].rows, config["size"].batch * factor, 1, config["shuffle"]),
         make_loader(11, 4, 2),
         make_loader(7, 3, 3),
-        optimizer,
-        nn.CrossEntropyLoss(**CRITERIA.get(config["loss"], {})),
-        end_auto_eval=config["evaluated"],
-        gpu_mode=mode,
-        accelerator="cpu",
-        devices=1 if mode == "single" else ranks,
-        seed=5,
-        gradient_clip_norm=config["clip"],
-        progress_bar=False,
-    )
+    ]
+    criterion = nn.CrossEntropyLoss(**CRITERIA.get(config["loss"], {}))
+    return loop_in_mode(config, mode, model, *loaders, optimizer, criterion, seed=5)
 
 
 def fit(loop: TrainLoop, config: dict[str, Any], *more: AbstractCallback, **arguments: Any) -> dict[str, Any]:
