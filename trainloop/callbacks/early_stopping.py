@@ -90,7 +90,7 @@ class EarlyStopping(_EndsByMetric):
     >>> tl.fit(num_epochs=100, callbacks=[EarlyStopping("val_loss", patience=3)])
     """
 
-    counters = ("best", "best_epoch", "epochs_without_improvement", "judged_step")
+    counters = ("best", "best_epoch", "epochs_without_improvement", "judged_step", "stopped_epoch")
 
     def __init__(
         self,
@@ -119,6 +119,11 @@ class EarlyStopping(_EndsByMetric):
         if self.ends_again(self.state_dict()):
             self.epochs_without_improvement = 0
         self.stopped_epoch = None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if not self.ends_again(state):  # with another patience, the run continues
+            self.stopped_epoch = None
 
     def on_batch_end(self) -> None:
         if self.every_n_steps is None:

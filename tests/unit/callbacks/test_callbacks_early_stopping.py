@@ -115,6 +115,20 @@ def test_patience_goes_on_after_resuming(tmp_path: Path) -> None:
     assert loop.epoch == 4
 
 
+@pytest.mark.parametrize("patience, stopped, epochs", [(2, 2, 3), (4, None, 4)])
+def test_a_resumed_run_knows_that_it_was_stopped(
+    patience: int, stopped: int | None, epochs: int, tmp_path: Path
+) -> None:
+    def fit(patience: int, resume_from: str | None) -> tuple[int, int | None]:
+        loop, stopper = make_loop(validation=False), EarlyStopping("score", patience=patience)
+        callbacks = [stopper, Scores([5, 1, 1, 1]), ModelCheckpoint(tmp_path / "checkpoints")]
+        loop.fit(num_epochs=4, callbacks=callbacks, resume_from=resume_from)
+        return loop.epoch, stopper.stopped_epoch
+
+    assert fit(2, None) == (3, 2)
+    assert fit(patience, "last") == (epochs, stopped)
+
+
 @pytest.mark.parametrize("make", [EarlyStopping, lambda name: ThresholdEarlyStopping(name, 1.0)])
 def test_a_metric_that_is_not_there(make: Any) -> None:
     with pytest.raises(ConfigurationError) as error:
