@@ -18,6 +18,8 @@ __all__ = ["ASSIGNABLE", "Loop", "refusal"]
 class Loop(Protocol):
     """All that a callback may read, assign and call on its ``train_loop_obj``; :class:`trainloop.TrainLoop` has it all.
 
+    The guide "Change things while training" has a table of all changes: of the model, the data and the optimizer, too.
+
     Everything else of the loop is internal. Assigning it while the loop runs raises a ``ConfigurationError``, and so
     does a name that is nearly one of these. Other new attributes are your own.
 
@@ -70,7 +72,8 @@ class Loop(Protocol):
     # -- to read -----------------------------------------------------------------------------------------------------
 
     model: Any
-    """Model, as passed to the loop. Change it in place: parameters, modules, hooks, ``requires_grad``."""
+    """Model, as passed to the loop. Change it in place: parameters, modules, hooks, ``requires_grad``. Values at once,
+    modules and ``requires_grad`` at the next step; in ``fsdp``, only whole modules may be added or replaced."""
     history: History
     """Values of each metric, one per epoch."""
     seed: int | None

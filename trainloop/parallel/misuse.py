@@ -1,4 +1,4 @@
-"""Detect and explain operations of a model that can't work with sharded parameters, in a replica, or on some ranks."""
+"""Detect operations that can't work with shards or in replicas; keep what all replicas of ``dp`` set alike."""
 
 from __future__ import annotations
 

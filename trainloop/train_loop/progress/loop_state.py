@@ -1,4 +1,4 @@
-"""Define the loop's attributes that callbacks and users read: progress, number of steps, devices, logs."""
+"""Define what callbacks and users read of a loop, and its ``repr``: progress, number of steps, devices; record logs."""
 
 from __future__ import annotations
 
