@@ -218,8 +218,9 @@ FOREIGN: dict[str, str] = {
         "_check_reducer_finalized _inside_ddp_forward _push_all_rebuilt_params _remove_autograd_hooks _sync_buffers"
     ),
     "parallel/dp.py": "_former_parameters _replicate_for_data_parallel",
-    "parallel/misuse.py": "_engine_run_backward _version",
-    "parallel/undoing.py": (
+    "parallel/replicas/attributes.py": "_version",
+    "parallel/sharded/misuse.py": "_engine_run_backward _version",
+    "parallel/sharded/undoing.py": (
         "_composable_state _custom_op_handlers _execution_engine _fsdp_param_group _get_fsdp_state _unsharded_param "
         "_local_scalar_dense _module_state_mapping _op_dispatcher "
         "_module_to_pre_load_state_dict_hook_handle _module_to_pre_save_state_dict_hook_handle "

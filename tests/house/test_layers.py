@@ -228,11 +228,12 @@ ROOMS = {
     "train_loop": ["arguments", "progress", "saving", "run", "training", "execution", ""],
     "callbacks": ["", "weights", "watch", "checkpoints", "reports"],
     "data": ["batch", "order", "loader", "stream", "source", "feed", ""],
+    "parallel": ["sharded", "replicas", ""],
 }
 # Old paths, for one minor version.
 MOVED = {"preflight.py", "replay.py", "restarts.py", "timings.py"}
 # More than nine files in a room: the processes of a run, and what several packages share.
-LARGE = {"_launch": 12, "_support": 14, "tuning": 10, "parallel": 10}
+LARGE = {"_launch": 12, "_support": 14, "tuning": 10}
 
 
 @pytest.mark.parametrize("package", ROOMS)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import TrainLoop, TTModel
 from trainloop.errors import WorkerFailedError
-from trainloop.parallel.misuse import refuse_exchanges
+from trainloop.train_loop.run.idle import refuse_exchanges
 
 
 class Normalised(TTModel):

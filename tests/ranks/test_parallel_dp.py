@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
 from trainloop.parallel import TTDataParallel
-from trainloop.parallel import scatter as parts
+from trainloop.parallel.replicas import scatter as parts
 
 # -- DP: cutting and putting together ----------------------------------------------------------------------------------
 

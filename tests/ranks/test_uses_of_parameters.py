@@ -16,7 +16,7 @@ from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TT
 from trainloop.distributed import all_gather, all_reduce
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.parallel import TTDataParallel
-from trainloop.parallel.misuse import explain_sharded
+from trainloop.parallel.sharded.misuse import explain_sharded
 
 D = torch.float64
 NAMES = {

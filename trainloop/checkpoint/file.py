@@ -22,7 +22,7 @@ from trainloop.checkpoint import sharded
 from trainloop.checkpoint.plain import plain
 from trainloop.checkpoint.storage import Folder, folder, split_file
 from trainloop.errors import CheckpointError
-from trainloop.parallel.shards import bit_sums, is_sharded, with_items
+from trainloop.parallel.sharded.shards import bit_sums, is_sharded, with_items
 
 __all__ = [
     "Checkpoint",

@@ -28,7 +28,15 @@ from torch import Tensor, nn
 
 from trainloop.checkpoint.storage import sync_directory, temporary_name
 from trainloop.errors import CheckpointError
-from trainloop.parallel.shards import ShardSlice, is_sharded, map_items, shard_like, slice_of, spread_like, with_items
+from trainloop.parallel.sharded.shards import (
+    ShardSlice,
+    is_sharded,
+    map_items,
+    shard_like,
+    slice_of,
+    spread_like,
+    with_items,
+)
 
 __all__ = [
     "MARK",

@@ -25,7 +25,7 @@ from trainloop.checkpoint.file import save
 from trainloop.checkpoint.plain import plain
 from trainloop.checkpoint.sharded import MARK, STATE, new_folder, publish, size_and_checksum
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.shards import ShardSlice, is_first_replica, is_sharded, local_shard, map_items, slice_of
+from trainloop.parallel.sharded.shards import ShardSlice, is_first_replica, is_sharded, local_shard, map_items, slice_of
 
 __all__ = ["FolderWriting", "check_offered"]
 

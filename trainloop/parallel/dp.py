@@ -24,8 +24,8 @@ from trainloop._support.user_line import warn
 from trainloop.distributed.tensors import in_replica
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss, own_parameters, split_yielded
-from trainloop.parallel import scatter as parts
-from trainloop.parallel.misuse import SetAttributes, WatchedTensors, explain_replica
+from trainloop.parallel.replicas import scatter as parts
+from trainloop.parallel.replicas.attributes import SetAttributes, WatchedTensors, explain_replica
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, copy_attributes
 
 __all__ = ["TTDataParallel"]
@@ -71,8 +71,8 @@ class TTDataParallel(Transparent, DataParallel):
 
     Notes
     -----
-    ``trainloop.parallel.scatter.scatter`` splits batches with ``torch.chunk``. With a batch of 7, 2 replicas get 4 and
-    3 samples; with 8 replicas, 7 get one sample each and one is idle.
+    Batches are split as by ``torch.chunk``. With a batch of 7, 2 replicas get 4 and 3 samples; with 8 replicas, 7 get
+    one sample each and one is idle.
 
     On its own, the wrapper takes the length of the first tensor for the number of samples, and passes what has another
     length to every replica. Like ``nn.DataParallel``, it cuts the tensors in a list, not the list. A ``TrainLoop``

@@ -21,14 +21,25 @@ from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
 from trainloop.optim import own_parameters
-from trainloop.parallel.misuse import (
+from trainloop.parallel.sharded.misuse import (
     WatchedForwards,
     explain_sharded,
     refuse_gradients_of_shards,
     refuse_other_parameters,
     refuse_shards_in_functions,
 )
-from trainloop.parallel.shards import References, is_sharded, stays_whole
+from trainloop.parallel.sharded.shards import References, is_sharded, stays_whole
+from trainloop.parallel.sharded.undoing import (
+    CompleteUnits,
+    can_undo,
+    check_cpu,
+    correct_operations,
+    drop_gathered_gradients,
+    parameter_groups,
+    reduce_late_gradients,
+    undo_fully_shard,
+)
+from trainloop.parallel.sharded.units import check_dtypes, units_of
 from trainloop.parallel.transparent import (
     Transparent,
     attributes_of,
@@ -39,17 +50,6 @@ from trainloop.parallel.transparent import (
     with_plain_dicts,
     without_dict_classes,
 )
-from trainloop.parallel.undoing import (
-    CompleteUnits,
-    can_undo,
-    check_cpu,
-    correct_operations,
-    drop_gathered_gradients,
-    parameter_groups,
-    reduce_late_gradients,
-    undo_fully_shard,
-)
-from trainloop.parallel.units import check_dtypes, units_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

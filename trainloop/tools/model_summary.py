@@ -16,7 +16,7 @@ from trainloop._support.nested import tensors_of
 from trainloop.data import count_samples, move_to
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss, optimizers_of, own_parameters
-from trainloop.parallel.shards import dense_parts
+from trainloop.parallel.sharded.shards import dense_parts
 from trainloop.resources.quota import format_bytes
 from trainloop.tools.trial import copies, first_batch
 from trainloop.train_loop.execution.execute import untouched

@@ -32,8 +32,8 @@ from trainloop.distributed.tensors import noting_exchanges
 from trainloop.errors import TrainLoopError, WorkerFailedError
 from trainloop.optim import MultiLoss, optimizers_of, own_parameters, trained_modules
 from trainloop.parallel import TTFullyShardedDataParallel
-from trainloop.parallel.scatter import NotDivisibleError, chunk_sizes, scatter
-from trainloop.parallel.units import units_of
+from trainloop.parallel.replicas.scatter import NotDivisibleError, chunk_sizes, scatter
+from trainloop.parallel.sharded.units import units_of
 from trainloop.resources.quota import format_bytes
 from trainloop.tools.trial import copies, first_batch, require_training_parts, samples_in
 from trainloop.train_loop.arguments.checks import check_callbacks, check_wrapper_args

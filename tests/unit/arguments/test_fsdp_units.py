@@ -14,9 +14,9 @@ from torch import nn
 from trainloop import TrainLoop
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTFullyShardedDataParallel
-from trainloop.parallel.shards import free
-from trainloop.parallel.undoing import can_undo
-from trainloop.parallel.units import units_of
+from trainloop.parallel.sharded.shards import free
+from trainloop.parallel.sharded.undoing import can_undo
+from trainloop.parallel.sharded.units import units_of
 from trainloop.resources.quota import format_bytes
 from trainloop.tools.preflight import preflight_shards
 

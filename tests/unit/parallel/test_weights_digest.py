@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainloop.parallel.shards import bit_sums
+from trainloop.parallel.sharded.shards import bit_sums
 
 
 @pytest.mark.parametrize(

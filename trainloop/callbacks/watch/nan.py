@@ -15,7 +15,7 @@ from trainloop.callbacks.arguments import check_flags, count_of
 from trainloop.callbacks.base import logs_nothing
 from trainloop.callbacks.monitor import Monitor
 from trainloop.callbacks.weights.gradient import GradientCallbackBase, norms_of, which_are_finite
-from trainloop.parallel.shards import local_shard
+from trainloop.parallel.sharded.shards import local_shard
 
 __all__ = ["NonFinite", "TerminateOnNaN"]
 

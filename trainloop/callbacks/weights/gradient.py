@@ -18,7 +18,7 @@ from trainloop.callbacks.arguments import check_flags, count_of, number_of
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer, explain_sparse, named_trained_parameters, parameters_of, trained_parameters
-from trainloop.parallel.shards import clip_gradients, is_sharded, norms_over_ranks
+from trainloop.parallel.sharded.shards import clip_gradients, is_sharded, norms_over_ranks
 
 __all__ = ["GradientCallbackBase", "GradientClipping", "GradientStats"]
 

@@ -30,7 +30,7 @@ from trainloop.optim import (
     own_parameters,
     parameters_of,
 )
-from trainloop.parallel.shards import resolved
+from trainloop.parallel.sharded.shards import resolved
 from trainloop.resources.quota import ResourceQuota
 from trainloop.train_loop.arguments.options import AmpOptions, RestartOptions
 

@@ -15,7 +15,7 @@ from trainloop._support.user_line import warn
 from trainloop.devices import has_ranks, is_all, resolve_mode, whole_number
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.undoing import check_cpu
+from trainloop.parallel.sharded.undoing import check_cpu
 from trainloop.train_loop.arguments.checks import short
 from trainloop.train_loop.arguments.devices import requested
 from trainloop.train_loop.arguments.options import Options

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from trainloop._support.nested import tensors_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import all_optimizers, criterion_modules
-from trainloop.parallel.shards import stays_whole
-from trainloop.parallel.undoing import can_undo
-from trainloop.parallel.units import check_dtypes, units_of
+from trainloop.parallel.sharded.shards import stays_whole
+from trainloop.parallel.sharded.undoing import can_undo
+from trainloop.parallel.sharded.units import check_dtypes, units_of
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.training.trained import hooked_parameters
 

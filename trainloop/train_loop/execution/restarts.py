@@ -24,7 +24,7 @@ from trainloop._support import scratch
 from trainloop.checkpoint import Checkpoint
 from trainloop.errors import WorkerFailedError
 from trainloop.optim import optimizers_of, own_parameters, trained_modules
-from trainloop.parallel.shards import bytes_of
+from trainloop.parallel.sharded.shards import bytes_of
 from trainloop.resources.machine import available
 from trainloop.train_loop.arguments.options import Restart, RestartOptions
 from trainloop.train_loop.progress.loop_state import LoopState

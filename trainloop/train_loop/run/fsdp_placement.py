@@ -18,8 +18,8 @@ from trainloop._transfer.pages import evict_clean_pages, trim
 from trainloop.errors import ConfigurationError
 from trainloop.optim import inner_optimizers, own_parameters, parameters_of
 from trainloop.parallel import TTFullyShardedDataParallel
-from trainloop.parallel.misuse import RefusesLostChanges, explain_deepcopy, is_of_shards
-from trainloop.parallel.shards import (
+from trainloop.parallel.sharded.misuse import RefusesLostChanges, explain_deepcopy, is_of_shards
+from trainloop.parallel.sharded.shards import (
     free,
     full_tensor,
     gathered,

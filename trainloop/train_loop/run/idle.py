@@ -1,16 +1,19 @@
-"""Run dummy forward passes on ranks without a batch, for modes in which each forward is an exchange (``fsdp``)."""
+"""Ranks without a batch: dummy forward passes where each is an exchange, and errors for a model's own exchanges."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 from trainloop import distributed
@@ -18,10 +21,11 @@ from trainloop._metrics import Recorder
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop.distributed.tensors import in_borrowed_batch
+from trainloop.errors import ConfigurationError
 from trainloop.optim import trained_modules
 from trainloop.parallel.sync_batchnorm import CpuSyncBatchNorm
 
-__all__ = ["Idle", "padded_batches"]
+__all__ = ["Idle", "padded_batches", "refuse_exchanges"]
 
 _TORCH_OWN = frozenset(vars(nn.Module()))
 _NO_STATE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Dataset, DataLoader, Tensor)
@@ -192,3 +196,65 @@ def padded_batches(
         else:
             with idle.without_side_effects():
                 forward(last)
+
+
+class _RefusesExchanges(TorchDispatchMode):
+    """Raise an error for a collective of torch with ranks that don't make it, which would wait for them."""
+
+    supports_higher_order_operators = True  # such as flex_attention
+
+    def __init__(self, ranks: Iterable[int], evaluates: bool) -> None:
+        super().__init__()
+        self._ranks, self._evaluates = frozenset(ranks), evaluates
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions run compiled: torch refuses those with ``fullgraph=True`` in other modes."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
+            missing = ", ".join(map(str, self._missing(func, args)))
+            if missing:
+                remedy = _IN_EVALUATION if self._evaluates else _IN_TRAINING
+                name = func.__name__.partition(".")[0].rstrip("_")
+                raise ConfigurationError(
+                    f"the model exchanges values with all ranks (torch's {name}), but rank {missing} has no samples in "
+                    f"this batch, so this rank would wait until the timeout. {remedy}"
+                )
+        return func(*args, **(kwargs or {}))
+
+    def _missing(self, func: Any, args: tuple[Any, ...]) -> list[int]:
+        """Return the ranks of the collective's group that have no batch."""
+        if func.__name__.startswith(("send", "recv", "wait", "_wrap")):  # between two ranks, or of an earlier one
+            return []
+        world: Any = dist.group.WORLD
+        if func.namespace == "_c10d_functional" and args[-1] != world.group_name:  # named, not given
+            return []
+        for arg in args:
+            if isinstance(arg, torch.ScriptObject):
+                with contextlib.suppress(RuntimeError):  # an object of another kind, such as a reduction
+                    group = dist.ProcessGroup.unbox(arg)
+                    return sorted({*dist.get_process_group_ranks(group)} - self._ranks)
+        return sorted({*range(dist.get_world_size())} - self._ranks)
+
+
+_IN_TRAINING = (
+    "Pass drop_last=True to the loader, so that all ranks have batches. If the exchange is for an average over all "
+    "ranks, such as one over boxes, return (loss, weight) from get_loss instead: trainloop averages over all ranks."
+)
+_IN_EVALUATION = (
+    "In an evaluation, ranks have different numbers of batches. Use the functions of trainloop.distributed, which are "
+    "computed over the batch alone there, or call torch.distributed only if self.training."
+)
+
+
+def refuse_exchanges(ranks: Iterable[int], *, evaluates: bool = False) -> AbstractContextManager[Any]:
+    """Return a context in which torch's collectives that need other ranks than these raise an error.
+
+    It costs time for each operation, so it is for batches that some rank does not have. It does not look into compiled
+    functions.
+    """
+    # In the modes of older versions of torch, some operations (flex_attention) are errors.
+    knows_all = hasattr(TorchDispatchMode, "supports_higher_order_operators")
+    return _RefusesExchanges(ranks, evaluates) if knows_all else nullcontext()

@@ -18,8 +18,8 @@ from trainloop._support.reduction import divisor_of
 from trainloop.data.batch.batches import note_batch
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss, check_weight, split_yielded, weighed
-from trainloop.parallel.misuse import explain_sharded, used_outside_of_forward
-from trainloop.parallel.shards import is_sharded
+from trainloop.parallel.sharded.misuse import explain_sharded, used_outside_of_forward
+from trainloop.parallel.sharded.shards import is_sharded
 
 __all__ = [
     "BatchLoss",

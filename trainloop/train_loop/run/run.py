@@ -40,14 +40,13 @@ from trainloop.distributed.ranks import whole_batch
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.model import TTModel
 from trainloop.optim import criterion_modules, trained_modules
-from trainloop.parallel.misuse import refuse_exchanges
 from trainloop.parallel.sync_batchnorm import of_this_rank
 from trainloop.resources.enforce import cap_workers
 from trainloop.train_loop.progress.display import Display
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.timings import StepClock
 from trainloop.train_loop.run.evaluating import evaluating, mean_loss, predictions
-from trainloop.train_loop.run.idle import Idle, padded_batches
+from trainloop.train_loop.run.idle import Idle, padded_batches, refuse_exchanges
 from trainloop.train_loop.run.losses import BatchLoss, explained_evaluation, loss_of
 from trainloop.train_loop.run.placement import Placement
 from trainloop.train_loop.run.row_files import PredictionStream, RowFiles, rows_folder, write_rows

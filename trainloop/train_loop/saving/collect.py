@@ -20,7 +20,7 @@ from trainloop.optim import (
     optimizers_of,
     parameters_of,
 )
-from trainloop.parallel.shards import gathered, is_sharded, map_tensors
+from trainloop.parallel.sharded.shards import gathered, is_sharded, map_tensors
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.saving.names import group_names, training_flags

@@ -15,7 +15,7 @@ from trainloop.checkpoint.file import bits_of, changed
 from trainloop.checkpoint.sharded import StoredTensor, empty_buffers
 from trainloop.errors import CheckpointError
 from trainloop.optim import criterion_module, in_order_of, optimizers_of, parameters_of, saved_groups
-from trainloop.parallel.shards import is_sharded
+from trainloop.parallel.sharded.shards import is_sharded
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.saving.collect import criterion_state

@@ -10,7 +10,7 @@ from trainloop import distributed
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop.optim import optimizers_of, with_group_settings
-from trainloop.parallel.shards import map_tensors
+from trainloop.parallel.sharded.shards import map_tensors
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.saving.collect import callback_states, place_of, position, states_of_ranks, whole_state

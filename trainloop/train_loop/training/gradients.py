@@ -32,7 +32,7 @@ from trainloop.optim import (
     trained_parameters,
 )
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
-from trainloop.parallel.shards import clip_gradients, is_sharded, local_shard
+from trainloop.parallel.sharded.shards import clip_gradients, is_sharded, local_shard
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.run.losses import BatchLoss, read_loss
 from trainloop.train_loop.training.step_weight import TINY, StepWeight

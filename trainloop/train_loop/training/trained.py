@@ -22,7 +22,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import criterion_modules, divides_state, named_trained_parameters, own_parameters, parameters_of
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import cloned_gradient, comm_hooks_of
-from trainloop.parallel.shards import bit_sums, is_sharded
+from trainloop.parallel.sharded.shards import bit_sums, is_sharded
 
 __all__ = ["TrainedParameters", "about_eval_mode", "begin_training", "hooked_parameters", "not_optimized"]
 

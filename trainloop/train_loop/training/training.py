@@ -45,13 +45,14 @@ from trainloop.data.loader.loaders import refuse_shared_iterator, tell_epoch
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
 from trainloop.optim import drop_gradients, trained_modules
-from trainloop.parallel.misuse import is_compiled, refuse_exchanges
+from trainloop.parallel.sharded.misuse import is_compiled
 from trainloop.train_loop.arguments.checks import check_loader
 from trainloop.train_loop.arguments.options import End, FitJob
 from trainloop.train_loop.progress.ending import described_ends, described_signals, has_work_at_end
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import Stage
 from trainloop.train_loop.progress.timings import StepClock, Timings
+from trainloop.train_loop.run.idle import refuse_exchanges
 from trainloop.train_loop.run.losses import explain_backward, explain_freed_graph, read_loss, refuse_constant
 from trainloop.train_loop.run.placement import Placement
 from trainloop.train_loop.run.run import STEPS_BETWEEN_FLUSHES, Run

@@ -1,42 +1,29 @@
-"""Detect operations that can't work with shards or in replicas; keep what all replicas of ``dp`` set alike."""
+"""Detect and explain operations of a model that can't work with sharded parameters."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import operator
 import weakref
-import zlib
-from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainloop._support.nested import tensors_of
 from trainloop._support.user_line import warn
 from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.shards import bit_sums, dense_parts, is_sharded, local_shard, stays_whole
+from trainloop.parallel.sharded.shards import bit_sums, is_sharded, local_shard, stays_whole
 
 __all__ = [
     "RefusesLostChanges",
-    "SetAttributes",
     "WatchedForwards",
-    "WatchedTensors",
     "explain_deepcopy",
-    "explain_replica",
     "explain_sharded",
     "is_compiled",
     "is_of_shards",
-    "refuse_exchanges",
     "refuse_gradients_of_shards",
     "refuse_other_parameters",
     "refuse_shards_in_functions",
@@ -95,85 +82,6 @@ def explain_sharded(error: Exception) -> None:
             "gpu_mode='fsdp': backward needs a module's gathered parameters again after they were freed. The usual "
             "cause is a gradient penalty (torch.autograd.grad(..., create_graph=True)) before another forward pass of "
             f"the same loss. Compute the penalty after all forward passes, or use gpu_mode='ddp'. torch says: {text}"
-        ) from error
-
-
-class _RefusesExchanges(TorchDispatchMode):
-    """Raise an error for a collective of torch with ranks that don't make it, which would wait for them."""
-
-    supports_higher_order_operators = True  # such as flex_attention
-
-    def __init__(self, ranks: Iterable[int], evaluates: bool) -> None:
-        super().__init__()
-        self._ranks, self._evaluates = frozenset(ranks), evaluates
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions run compiled: torch refuses those with ``fullgraph=True`` in other modes."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
-            missing = ", ".join(map(str, self._missing(func, args)))
-            if missing:
-                remedy = _IN_EVALUATION if self._evaluates else _IN_TRAINING
-                name = func.__name__.partition(".")[0].rstrip("_")
-                raise ConfigurationError(
-                    f"the model exchanges values with all ranks (torch's {name}), but rank {missing} has no samples in "
-                    f"this batch, so this rank would wait until the timeout. {remedy}"
-                )
-        return func(*args, **(kwargs or {}))
-
-    def _missing(self, func: Any, args: tuple[Any, ...]) -> list[int]:
-        """Return the ranks of the collective's group that have no batch."""
-        if func.__name__.startswith(("send", "recv", "wait", "_wrap")):  # between two ranks, or of an earlier one
-            return []
-        world: Any = dist.group.WORLD
-        if func.namespace == "_c10d_functional" and args[-1] != world.group_name:  # named, not given
-            return []
-        for arg in args:
-            if isinstance(arg, torch.ScriptObject):
-                with contextlib.suppress(RuntimeError):  # an object of another kind, such as a reduction
-                    group = dist.ProcessGroup.unbox(arg)
-                    return sorted({*dist.get_process_group_ranks(group)} - self._ranks)
-        return sorted({*range(dist.get_world_size())} - self._ranks)
-
-
-_IN_TRAINING = (
-    "Pass drop_last=True to the loader, so that all ranks have batches. If the exchange is for an average over all "
-    "ranks, such as one over boxes, return (loss, weight) from get_loss instead: trainloop averages over all ranks."
-)
-_IN_EVALUATION = (
-    "In an evaluation, ranks have different numbers of batches. Use the functions of trainloop.distributed, which are "
-    "computed over the batch alone there, or call torch.distributed only if self.training."
-)
-
-
-def refuse_exchanges(ranks: Iterable[int], *, evaluates: bool = False) -> AbstractContextManager[Any]:
-    """Return a context in which torch's collectives that need other ranks than these raise an error.
-
-    It costs time for each operation, so it is for batches that some rank does not have. It does not look into compiled
-    functions.
-    """
-    # In the modes of older versions of torch, some operations (flex_attention) are errors.
-    knows_all = hasattr(TorchDispatchMode, "supports_higher_order_operators")
-    return _RefusesExchanges(ranks, evaluates) if knows_all else nullcontext()
-
-
-def explain_replica(error: Exception) -> None:
-    """Raise an explanation if ``get_loss`` freezes or copies parameters of a replica; return for other causes."""
-    if isinstance(error, RuntimeError) and "requires_grad flags of leaf variables" in str(error):
-        raise ConfigurationError(
-            "gpu_mode='dp': get_loss changes requires_grad of a parameter, but the parameters of a replica are copies, "
-            "whose flags can't change. For gradients of inputs only, call torch.autograd.grad(output, inputs), which "
-            "leaves the gradients of parameters unchanged. Otherwise, use gpu_mode='ddp' or 'single', or set the flags "
-            f"in a callback. torch says: {error}"
-        ) from error
-    if isinstance(error, RuntimeError) and "support the deepcopy protocol" in str(error):
-        raise ConfigurationError(
-            "gpu_mode='dp': get_loss calls copy.deepcopy with a tensor that has a graph, or with a module: a replica's "
-            "parameters are such tensors. Copy detached tensors, and call the module with them by "
-            f"torch.func.functional_call, or use gpu_mode='ddp' or 'single'. torch says: {error}"
         ) from error
 
 
@@ -375,276 +283,6 @@ def refuse_shards_in_functions(output: Any, names: Mapping[int, str]) -> None:
                 "rank has a shard only. Its backward can't compute gradients of the gathered parameters that the "
                 "forward uses. Shard the model as one unit with fsdp_model_args={'shard': []}, or use gpu_mode='ddp'."
             )
-
-
-class WatchedTensors:
-    """Find buffers and parameters that ``get_loss`` changes: a replica computes them from its part of the batch.
-
-    BatchNorm's statistics are those of the first part, as in ``nn.DataParallel``. A value that is the same on all
-    replicas, such as a count of steps, is right.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._before = {
-            (path, name): (tensor, tensor._version)
-            for path, part in module.named_modules()
-            if not hasattr(part, "track_running_stats") and not isinstance(part, torch.jit.ScriptModule)
-            for name, tensor in [*part._buffers.items(), *part._parameters.items()]
-            if tensor is not None
-        }
-
-    def check(self, replicas: list[nn.Module]) -> None:
-        """Raise an error if the first replica has changed or replaced a tensor, unless all replicas have equal values.
-
-        Raises
-        ------
-        ConfigurationError
-            The message names the tensor.
-        """
-        if not self._before:
-            return
-        parts = [dict(replica.named_modules()) for replica in replicas]
-        for (path, name), (tensor, version) in self._before.items():
-            own = [getattr(part.get(path), name, None) for part in parts]
-            is_buffer = name in self._module.get_submodule(path)._buffers
-            replaced = isinstance(own[0], Tensor) and _place_of(own[0]) != _place_of(tensor)
-            if not replaced and tensor._version == version:
-                continue
-            first: Any = own[0]
-            same = is_buffer and all(isinstance(t, Tensor) and torch.equal(t.to(first.device), first) for t in own)
-            if replaced or not same:
-                shown = f"{path}.{name}" if path else name
-                raise ConfigurationError(
-                    f"gpu_mode='dp': get_loss changes {shown}, but each replica has only a part of the batch, so "
-                    f"{'the change would be lost' if replaced else 'the change would be that of the first part'}. Use "
-                    "gpu_mode='ddp' or 'single', or change it in a callback's on_after_optimizer_step."
-                )
-
-
-_OF_ANY_MODULE = frozenset(vars(nn.Module()))
-
-
-def _place_of(tensor: Tensor) -> list[int]:
-    return [part.data_ptr() for part in dense_parts(tensor)]
-
-
-class SetAttributes:
-    """Find the attributes that a method sets in replicas of a model or a criterion; keep those that all set alike.
-
-    A count of steps is the same in all replicas, and so is what pruning computes before each forward (``weight``, from
-    a parameter and a mask, which the next call of ``torch.nn.utils.prune`` reads from the module). What a replica
-    computes from its part of the batch is lost.
-
-    A replica is a shallow copy, but gets its own copy of a dict or list of numbers, also of a nested one: if all
-    replicas changed one, it would count each step several times. Other objects are shared; ``shared_changes`` names
-    those that are changed in place.
-    """
-
-    def __init__(self, module: Any, replicas: list[Any]) -> None:
-        self._modules = _modules_of(module)
-        self._replicas = [_modules_of(replica) for replica in replicas]
-        self._shared: list[tuple[str, Any, Any]] = []  # name, object, its content
-        self._before = {path: dict(getattr(part, "__dict__", {})) for path, part in self._replicas[0].items()}
-        self._containers: list[tuple[str, str, Any, Any, list[Any]]] = []  # path, name, object, its items, copies
-        copied: list[dict[int, Any]] = [{} for _ in replicas]  # one container may have several names
-        for path, part in self._modules.items():
-            own = getattr(part, "__dict__", {})
-            for name in own.keys() - _OF_ANY_MODULE:
-                if _has_numbers(value := own[name]) and path in self._replicas[0]:
-                    holders = [parts[path].__dict__ for parts in self._replicas]
-                    for held, memo in zip(holders, copied, strict=True):
-                        if held.get(name) is value:
-                            held[name] = copy.deepcopy(value, memo)
-                    copies = [held.get(name) for held in holders]
-                    self._containers.append((path, name, value, copy.deepcopy(value), copies))
-                    self._before[path].pop(name, None)
-                elif (content := _content_of(value)) is not None:
-                    self._shared.append((f"{path}.{name}" if path else name, value, content))
-
-    def keep(self) -> list[str]:
-        """Set the module's attributes; return the names of those that had such a value, or None, and are lost."""
-        lost = []
-        for path, before in self._before.items():
-            part = self._modules.get(path)
-            own = [getattr(parts[path], "__dict__", {}) for parts in self._replicas]
-            for name, first in own[0].items() if part is not None else ():
-                # a class may have its first value
-                old = before[name] if name in before else getattr(type(part), name, _MISSING)
-                was_value = old is None or isinstance(old, (Tensor, int, float))  # a sum may begin with 0
-                if first is old or not (_is_plain(first) or (isinstance(first, Tensor) and was_value)):
-                    continue
-                same = all(_same(other.get(name), first) for other in own[1:])
-                if same and not _counts_samples(old, first, before.get("_log_batch_size", 1)):
-                    vars(part)[name] = first
-                elif (old is None or _is_state(old)) and (_is_state(first) or isinstance(old, (int, float))):
-                    # A sum of losses may have their graph; begun as a number, it is no cache of this forward's output.
-                    lost.append(f"{path}.{name}" if path else name)
-        return lost + self._keep_containers()
-
-    def shared_changes(self) -> list[str]:
-        """Return the names of tensors, arrays and containers that replicas share and have changed in place."""
-        return [name for name, value, before in self._shared if _differs(_content_of(value), before)]
-
-    def _keep_containers(self) -> list[str]:
-        """Write the numbers of the replicas' dicts and lists into those of the module."""
-        lost, done = [], set[int]()
-        for path, name, value, before, copies in self._containers:
-            own = [parts[path].__dict__.get(name) for parts in self._replicas]
-            # A new object is not among the copies.
-            if not _keep_items(value, before, own, done) and all(map(operator.is_, own, copies)):
-                lost.append(f"{path}.{name}" if path else name)
-            for one in copies:  # a generator continues with them
-                if type(one) is type(value):
-                    _set_items(one, copy.deepcopy(value))
-        return lost
-
-
-_MISSING = object()  # an attribute that did not exist before; new ones are usually caches
-
-
-def _keep_items(value: Any, before: Any, own: list[Any], done: set[int]) -> bool:
-    """Write what all replicas have changed alike into ``value``, or what they append; return False if they differ."""
-    if any(type(one) is not type(value) for one in own):
-        return False
-    if all(_equal(one, before) for one in own) or id(value) in done:
-        return True
-    if all(_equal(one, own[0]) for one in own):
-        _set_items(value, own[0])
-        return True
-    done.add(id(value))
-    if isinstance(value, list):
-        are_longer = all(_equal(one[: len(before)], before) for one in own)
-        for one in own if are_longer else ():  # each part's results, in order
-            value.extend(one[len(before) :])
-        return are_longer
-    kept = True
-    for key in {key: None for one in own for key in one}:
-        items = [one.get(key, _MISSING) for one in own]
-        found = [item for item in items if item is not _MISSING]
-        if len(found) == 1 and key not in before:  # of a sample that only this part has
-            value[key] = found[0]
-        elif all(_equal(item, items[0]) for item in items):
-            value[key] = _updated(value.get(key), items[0])
-        else:
-            is_container = isinstance(value.get(key), (dict, list))
-            kept &= is_container and _keep_items(value[key], before[key], items, done)
-    return kept
-
-
-def _equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except (RuntimeError, ValueError):  # tensors or arrays of several numbers
-        return False
-
-
-def _set_items(container: Any, like: Any) -> None:
-    """Give a container these items; containers in it stay the same objects."""
-    if isinstance(container, list):
-        container[:] = [*map(_updated, container, like), *like[len(container) :]]
-        return
-    for key in container.keys() - like.keys():
-        del container[key]
-    for key, item in like.items():
-        container[key] = _updated(container.get(key), item)
-
-
-def _updated(old: Any, item: Any) -> Any:
-    if type(old) is type(item) and isinstance(item, (dict, list)):
-        _set_items(old, item)
-        return old
-    return item
-
-
-def _content_of(value: Any) -> Any:
-    """Return what shows whether a tensor, an array, a deque of numbers, or a dict's or list's numbers have changed."""
-    if isinstance(value, Tensor):
-        return None if value.is_inference() else value._version
-    if isinstance(value, np.ndarray):
-        return zlib.crc32(value.tobytes()) if value.nbytes <= 65_536 and value.dtype != object else None
-    if isinstance(value, deque):
-        return list(value) if len(value) <= 1000 and all(map(_is_plain, value)) else None
-    if (isinstance(value, dict) or (isinstance(value, list) and value)) and len(value) <= 1000:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        content = {key: (item, _content_of(item)) for key, item in items if _is_state(item)}
-        return content if content or not value else None
-    return None
-
-
-def _differs(now: Any, before: Any) -> bool:
-    """Return True if a content has changed. New items of a dict or list are no change, except numbers in an empty dict.
-
-    Nor is another tensor in the place of one: usually, it is what the last forward has computed.
-    """
-    if not isinstance(before, dict):
-        return bool(now != before)
-    now = now or {}
-    if not before:
-        return any(_is_number(item) for item, _ in now.values())
-    for key, (old, content) in before.items():
-        new, its_content = now.get(key, (old, content))
-        if its_content != content if new is old else _is_number(old) and not _equal(new, old):
-            return True
-    return False
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value == value
-
-
-def _modules_of(value: Any) -> dict[str, Any]:
-    """Return the modules of a model or criterion by path; a criterion that is no module is its only part."""
-    return dict(value.named_modules()) if isinstance(value, nn.Module) else {"": value}
-
-
-def _has_numbers(value: Any) -> bool:
-    """Return True for a dict or list of at most 1,000 numbers, such as counts, and for any Counter.
-
-    Text, tuples and other dicts and lists may be among the numbers. An empty one may be meant for anything, except a
-    Counter and a ``defaultdict`` of numbers.
-    """
-    counts = isinstance(value, Counter) or (isinstance(value, defaultdict) and value.default_factory in (int, float))
-    leaves = list(islice(_leaves(value, 3), None if counts else 1001)) if isinstance(value, (dict, list)) else [None]
-    if not all(map(_is_plain, leaves)):
-        return False
-    return counts or (len(leaves) <= 1000 and any(isinstance(leaf, (int, float)) for leaf in leaves))
-
-
-def _leaves(value: Any, depth: int) -> Iterator[Any]:
-    """Yield the items of a dict or list, and those of the dicts, lists and tuples in it."""
-    if depth and isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(item, depth - 1)
-    elif isinstance(value, tuple):
-        yield from value
-    else:
-        yield value
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, complex, str))
-
-
-def _is_state(value: Any) -> bool:
-    """Return True for a number, or a tensor that is no part of a graph."""
-    if isinstance(value, Tensor):
-        return not (value.requires_grad or value.grad_fn)
-    return value is not None and _is_plain(value)
-
-
-def _counts_samples(old: Any, value: Any, size: int) -> bool:
-    """Return True if a number has grown by the number of samples of a part, so that other parts are missing."""
-    numbers = isinstance(value, (int, float)) and isinstance(old, (int, float))
-    return size > 1 and numbers and bool(value - old == size)
-
-
-def _same(value: Any, first: Any) -> bool:
-    if type(value) is not type(first):
-        return False
-    if isinstance(first, Tensor):
-        return torch.equal(value.to(first.device), first)
-    return bool(value == first) or value != value  # NaN
 
 
 class _Seen(NamedTuple):

@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 from trainloop._support.nested import tensors_of
 from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.shards import MARKS
+from trainloop.parallel.sharded.shards import MARKS
 
 __all__ = [
     "CompleteUnits",
