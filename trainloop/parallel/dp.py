@@ -139,6 +139,7 @@ class TTDataParallel(Transparent, DataParallel):
 
     _tt_summed = True  # True if the last loss was a sum over samples; used only if the criterion may compute sums
     _tt_watches = False
+    _tt_compared = 0  # number of the next calls of get_loss whose changes of values are found, too
     _tt_samples: int | None = None
     _tt_others: dict[Any, set[int]]  # by a batch's form: tensors without a row per sample, in the order of the batch
     _tt_warned = False
@@ -175,7 +176,10 @@ class TTDataParallel(Transparent, DataParallel):
                 partial(_bound(replica, method), *own_args, **own_kwargs)
                 for replica, (own_args, own_kwargs) in zip(replicas, inputs, strict=True)
             ]
-            watch = partial(_Watched, replicated, self._tt_watches and method == "get_loss" and torch.is_grad_enabled())
+            watches = self._tt_watches and method == "get_loss" and torch.is_grad_enabled()
+            watch = partial(_Watched, replicated, watches, watches and self._tt_compared > 0)
+            if watches:
+                self.__dict__["_tt_compared"] = self._tt_compared - 1
             watched = watch()
             outputs = self._outputs(calls, devices)
             self._keep(watched, method)
@@ -319,9 +323,9 @@ def _check_not_compiled(module: nn.Module) -> None:
 class _Watched:
     """What a call changes in a model and in criteria: tensors and attributes, compared between their replicas."""
 
-    def __init__(self, replicated: list[tuple[Any, list[Any]]], tensors: bool) -> None:
+    def __init__(self, replicated: list[tuple[Any, list[Any]]], tensors: bool, values: bool) -> None:
         modules = [(module, copies) for module, copies in replicated if tensors and isinstance(module, nn.Module)]
-        self._tensors = [(WatchedTensors(module), copies) for module, copies in modules]
+        self._tensors = [(WatchedTensors(module, values), copies) for module, copies in modules]
         self._attributes = [SetAttributes(module, copies) for module, copies in replicated]
 
     def check_and_keep(self) -> tuple[list[str], list[str]]:
@@ -449,9 +453,12 @@ def expect_samples(wrapper: TTDataParallel, samples: int) -> None:
     wrapper.__dict__["_tt_samples"] = samples
 
 
-def refuse_changes_in_get_loss(wrapper: TTDataParallel) -> None:
-    """Let a wrapper raise an error if ``get_loss`` changes parameters or buffers (except BatchNorm's)."""
-    wrapper.__dict__["_tt_watches"] = True
+def refuse_changes_in_get_loss(wrapper: TTDataParallel, compared: int) -> None:
+    """Let a wrapper raise an error if ``get_loss`` changes parameters or buffers (except BatchNorm's).
+
+    In the next ``compared`` calls, changes through ``.data`` are found, too, which takes time.
+    """
+    wrapper.__dict__.update(_tt_watches=True, _tt_compared=compared)
 
 
 def _register(part: nn.Module) -> None:

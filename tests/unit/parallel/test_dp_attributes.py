@@ -270,6 +270,79 @@ def test_values_that_a_replica_puts_back_in_vain_are_an_error() -> None:
         trained(Attacks(), 2)
 
 
+class StartsFromTheFirstBatch(Net):
+    """The layer gets its bias from the first batch, as in ActNorm."""
+
+    started = False
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        if not self.started:
+            self.layer.bias.data.fill_(-batch_data[0].mean())
+            self.started = True
+        return super().get_loss(batch_data, criterion, device)
+
+
+class Momentum(Net):
+    """A momentum encoder, which equals the layer before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(3, 1, dtype=torch.float64).requires_grad_(False)
+        self.slow.load_state_dict(self.layer.state_dict())
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        for slow, fast in zip(self.slow.parameters(), self.layer.parameters(), strict=True):
+            slow.data.mul_(0.5).add_(fast.data, alpha=0.5)
+        return super().get_loss(batch_data, criterion, device) + (self(batch_data[0]) * self.slow(batch_data[0])).mean()
+
+
+class CentresData(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros((), dtype=torch.float64))
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        self.centre.data.lerp_(batch_data[0].mean(), 0.1)
+        return super().get_loss(batch_data, criterion, device)
+
+
+class CountsInData(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        self.count.data.add_(1)
+        return super().get_loss(batch_data, criterion, device)
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [(StartsFromTheFirstBatch, "layer.bias"), (Momentum, "slow.weight"), (CentresData, "centre")],
+)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_changes_through_data_are_an_error(model: Any, what: str, accumulation: int) -> None:
+    net = model()
+    tl = TrainLoop(
+        net,
+        DataLoader(ROWS, batch_size=4),
+        optimizer=optim.SGD(net.parameters(), lr=0.1),
+        criterion=nn.MSELoss(),
+        gpu_mode="dp",
+        devices=2,
+        accelerator="cpu",
+        progress_bar=False,
+    )
+    with pytest.raises(ConfigurationError, match=f"get_loss changes {what}, but each replica has only a part"):
+        tl.fit(num_epochs=1, grad_accumulation=accumulation)
+
+
+def test_a_count_through_data_is_that_of_one_process() -> None:
+    (one, _), (other, said) = (trained(CountsInData(), n) for n in (0, 2))
+    assert int(one.count) == int(other.count) > 0
+    assert not said
+
+
 @pytest.mark.parametrize(
     ("model", "what"),
     [

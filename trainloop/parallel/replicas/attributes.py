@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.sharded.shards import dense_parts
+from trainloop.parallel.sharded.shards import bit_sums, dense_parts
 
 __all__ = ["SetAttributes", "WatchedTensors", "explain_replica"]
 
@@ -25,9 +25,15 @@ class WatchedTensors:
 
     BatchNorm's statistics are those of the first part, as in ``nn.DataParallel``. A value that is the same on all
     replicas, such as a count of steps, is right.
+
+    Parameters
+    ----------
+    module : nn.Module
+    values : bool
+        Compare the values' bits, too. Versions of tensors do not show changes through ``.data``.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, values: bool = False) -> None:
         self._module = module
         self._before = {
             (path, name): (tensor, tensor._version)
@@ -36,6 +42,15 @@ class WatchedTensors:
             for name, tensor in [*part._buffers.items(), *part._parameters.items()]
             if tensor is not None
         }
+        self._bits = self._bits_now() if values else {}
+
+    def _bits_now(self) -> dict[tuple[str, str], list[int]]:
+        """Return checksums of the watched tensors."""
+        dense = [(key, part) for key, (tensor, _) in self._before.items() for part in dense_parts(tensor)]
+        found: dict[tuple[str, str], list[int]] = {}
+        for (key, _), bits in zip(dense, bit_sums([part for _, part in dense]), strict=True):
+            found.setdefault(key, []).append(bits)
+        return found
 
     def check(self, replicas: list[nn.Module]) -> None:
         """Raise an error if the first replica has changed or replaced a tensor, unless all replicas have equal values.
@@ -48,11 +63,13 @@ class WatchedTensors:
         if not self._before:
             return
         parts = [dict(replica.named_modules()) for replica in replicas]
+        now = self._bits_now() if self._bits else {}
         for (path, name), (tensor, version) in self._before.items():
             own = [getattr(part.get(path), name, None) for part in parts]
             is_buffer = name in self._module.get_submodule(path)._buffers
             replaced = isinstance(own[0], Tensor) and _place_of(own[0]) != _place_of(tensor)
-            if not replaced and tensor._version == version:
+            changed = tensor._version != version or now.get((path, name)) != self._bits.get((path, name))
+            if not replaced and not changed:
                 continue
             first: Any = own[0]
             same = is_buffer and all(isinstance(t, Tensor) and torch.equal(t.to(first.device), first) for t in own)

@@ -20,7 +20,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import all_optimizers, criterion_modules, own_parameters
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, sync_batchnorm
 from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
-from trainloop.parallel.dp import expect_samples, refuse_changes_in_get_loss
+from trainloop.parallel.dp import expect_samples
 from trainloop.train_loop.arguments.options import FitJob
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.run.recompute import recomputing
@@ -257,9 +257,7 @@ def _wrapped(
 ) -> Any:
     if mode == "dp":
         which = {"device_ids": devices} if devices[0].type == "cuda" else {"devices": len(devices)}
-        wrapper = TTDataParallel(model, **{**which, **(wrapper_args or {})})
-        refuse_changes_in_get_loss(wrapper)
-        return wrapper
+        return TTDataParallel(model, **{**which, **(wrapper_args or {})})
     if mode == "ddp" and wrapper_args is not None and any(p.requires_grad for p in own_parameters(model)):
         # Gradients are views of the reduced buckets, so they are copied neither into the buckets nor out of them.
         arguments: dict[str, Any] = {"gradient_as_bucket_view": True, **wrapper_args, **further}

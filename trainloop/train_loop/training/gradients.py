@@ -32,6 +32,7 @@ from trainloop.optim import (
     trained_parameters,
 )
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
+from trainloop.parallel.dp import refuse_changes_in_get_loss
 from trainloop.parallel.sharded.shards import clip_gradients, is_sharded, local_shard
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.run.losses import BatchLoss, read_loss
@@ -115,11 +116,13 @@ class Gradients:
             else None
         )
         self._take_parameters()
+        watched = loop.grad_accumulation + 1  # until the second step: in the first, a network's copy equals it
         if place.collective:
             if self._exchanges:
                 place.wrapper.complete_units()
-            # Until the second step: in the first step, a copy of a network still equals the original.
-            place.wrapper.watch_forwards(loop.grad_accumulation + 1)
+            place.wrapper.watch_forwards(watched)
+        elif loop.gpu_mode == "dp":
+            refuse_changes_in_get_loss(place.wrapper, watched)
 
     def take_rules(self) -> None:
         """Take the rule for sums from the criterion as it is now."""
