@@ -82,6 +82,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.long
 def test_persistent_workers_that_are_left_at_exit_end_without_a_message(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KEPT], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")

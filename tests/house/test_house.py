@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from test_layers import nodes_that_run
+from test_layers import nodes_that_run, tree_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -149,7 +149,7 @@ def at_head(tree: ast.Module) -> Iterator[ast.AST]:
 
 def test_imports_go_in_no_circle() -> None:
     edges = {
-        module: {name for node in at_head(ast.parse(path.read_text())) for name in imported(module, node)}
+        module: {name for node in at_head(tree_of(path)) for name in imported(module, node)}
         for module, path in FILES.items()
     }
     assert sum(map(len, edges.values())) > 100
@@ -182,7 +182,7 @@ LATE = {
 def test_own_modules_are_imported_at_the_head_of_a_file() -> None:
     late = set()
     for module, path in FILES.items():
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         head = {id(node) for node in at_head(tree)}
         late |= {
             f"{module} {n}" for node in nodes_that_run(tree) if id(node) not in head for n in imported(module, node)
@@ -268,7 +268,7 @@ def is_self(node: ast.AST) -> bool:
 
 
 def test_private_names_stay_at_home() -> None:
-    trees = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    trees = {path.relative_to(PACKAGE).as_posix(): tree_of(path) for path in PACKAGE.rglob("*.py")}
     own = {file: own_names(tree) for file, tree in trees.items()}
     ours = set.union(*own.values())
     neighbours: list[str] = []

@@ -75,7 +75,7 @@ def imported_parts(path: Path) -> set[tuple[str, int]]:
     """Parts of trainloop that a file imports, anywhere in it, with the line."""
     found = set()
     package = ("trainloop", *path.relative_to(PACKAGE).parent.parts)
-    for node in nodes_that_run(ast.parse(path.read_text())):
+    for node in nodes_that_run(tree_of(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -92,12 +92,20 @@ def imported_parts(path: Path) -> set[tuple[str, int]]:
     return found
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
     """All nodes but those under ``if TYPE_CHECKING:``, which annotations alone need."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)):
-            yield from nodes_that_run(child)
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for child in ast.iter_child_nodes(node):
+            if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)):
+                waiting.append(child)
 
 
 def level_of(part: str) -> int:
@@ -129,7 +137,7 @@ def test_pure_parts_know_no_torch() -> None:
         modules = {
             alias.name.partition(".")[0]
             for path in module_files()[name]
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(tree_of(path))
             if isinstance(node, ast.Import)
             for alias in node.names
         }
@@ -170,7 +178,7 @@ def test_names_that_rarely_run_code_imports_exist(folder: str) -> None:
     assert files
     missing = []
     for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "trainloop":
                 module = importlib.import_module(str(node.module))
                 missing += [
@@ -196,10 +204,12 @@ LAZY_TYPES = {
 
 def outside_of_functions(node: ast.AST) -> Iterator[ast.AST]:
     """All nodes, those under ``if TYPE_CHECKING:`` too, but for the bodies of functions."""
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            yield child
-            yield from outside_of_functions(child)
+    waiting = [node]
+    while waiting:
+        for child in ast.iter_child_nodes(waiting.pop()):
+            if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                yield child
+                waiting.append(child)
 
 
 def test_imports_have_no_circle_even_for_types() -> None:
@@ -210,7 +220,7 @@ def test_imports_have_no_circle_even_for_types() -> None:
     imports: dict[str, set[str]] = {}
     for name, path in files.items():
         imports[name] = set()
-        for node in outside_of_functions(ast.parse(path.read_text())):
+        for node in outside_of_functions(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and node.module in files:
                 whole = {f"{node.module}.{alias.name}" for alias in node.names}
                 imports[name] |= (whole & set(files)) or {str(node.module)}
@@ -245,7 +255,7 @@ def test_a_room_imports_only_rooms_below_it_even_for_types(package: str) -> None
         room = "" if path.parent.name == package else path.parent.name
         if path.name == "__init__.py" or path.name in MOVED:
             continue
-        for node in outside_of_functions(ast.parse(path.read_text())):
+        for node in outside_of_functions(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"trainloop.{package}"):
                 for alias in node.names:
                     inner = f"{node.module}.{alias.name}".split(".")[2:]
@@ -269,7 +279,7 @@ def test_a_package_s_first_file_defines_nothing() -> None:
     allowed = {"__getattr__", "__dir__", "_home_of"}
     found = []
     for path in PACKAGE.rglob("__init__.py"):
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in allowed:
                 found.append(f"{path.relative_to(PACKAGE)}: {node.name}")
     assert not found
@@ -312,7 +322,7 @@ def test_add_ons_take_their_helpers_from_extending(package: str) -> None:
     elsewhere = [
         f"{path.relative_to(PACKAGE)}: {alias.name} from {node.module}"
         for path in sorted((PACKAGE / package).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ImportFrom) and node.module != "trainloop.extending"
         for alias in node.names
         if alias.name in extending.__all__ and str(node.module).startswith("trainloop")

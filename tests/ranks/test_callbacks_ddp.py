@@ -258,6 +258,7 @@ def test_bad_data_on_one_rank(capfd: pytest.CaptureFixture[str], recwarn: pytest
     assert "lr_scheduler" not in printed.err  # no warning about a wrong order of calls
 
 
+@pytest.mark.long
 def test_a_script_may_step_its_own_scheduler_between_two_fits() -> None:
     """Torch's warning about a scheduler that steps before its optimizer would be an error here."""
     loop = make_loop(gpu_mode="ddp", devices=2)

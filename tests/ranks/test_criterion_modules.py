@@ -209,6 +209,7 @@ class Centres(nn.Module):
         return (out - y).square().mean() + (out - self.centre).square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_changes_that_differ_between_ranks_are_reported(mode: str, capfd: pytest.CaptureFixture[str]) -> None:
     model = Net()

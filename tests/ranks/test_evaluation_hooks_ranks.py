@@ -97,6 +97,7 @@ class Computes(AbstractCallback):
         self.everyone.append(distributed.gather_object((self.rows, self.train_loop_obj.model.mean.tolist())))
 
 
+@pytest.mark.long
 def test_a_hook_of_an_evaluation_predicts_on_all_ranks_and_its_buffer_stays() -> None:
     computes = Computes()
     tl = make_loop(Prototypes(), gpu_mode="ddp", devices=2)

@@ -32,6 +32,7 @@ class Decays(AbstractCallback):
             p.grad = 0.5 * p.grad if p.ndim == 1 else p.grad  # type: ignore[operator]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp", FSDP])
 def test_a_hook_may_add_to_gradients_with_a_graph(mode: Any, accumulation: int) -> None:

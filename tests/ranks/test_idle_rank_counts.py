@@ -221,6 +221,7 @@ class Contrastive(Counted):
         return (rows @ rows.T).square().sum() / number
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_a_loss_over_the_rows_of_all_ranks_is_an_error_on_a_rank_without_samples(mode: str) -> None:
     torch.manual_seed(0)

@@ -344,6 +344,7 @@ def test_dart_trains_a_limited_number_of_rounds_and_says_so() -> None:
     assert predictor.evaluate(frame)["accuracy"] > 0.9
 
 
+@pytest.mark.long
 def test_a_setting_that_lightgbm_does_not_know_is_a_warning() -> None:
     pytest.importorskip("lightgbm")
     frame = pd.DataFrame({"x": np.arange(60.0), "y": np.arange(60) % 2})

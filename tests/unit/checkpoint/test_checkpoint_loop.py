@@ -309,6 +309,7 @@ class Langevin(torch.optim.SGD):
                 p += 1e-3 * torch.randn(p.shape, generator=self.generator)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:the checkpoint has state of callbacks not in this fit")
 @pytest.mark.parametrize("mode", [{}, {"gpu_mode": "ddp", "devices": 2}], ids=["single", "ddp"])
 def test_generators_of_a_models_parts_and_of_an_optimizer_resume(mode: dict[str, Any], tmp_path: Path) -> None:

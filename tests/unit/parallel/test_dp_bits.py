@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 TWO_RUNS = """
 import torch
 from torch import nn, optim
@@ -39,6 +41,7 @@ print("equal" if torch.equal(first, second) else (first - second).abs().max().it
 """
 
 
+@pytest.mark.long
 def test_the_first_run_of_a_process_has_the_bits_of_the_next() -> None:
     run = subprocess.run([sys.executable, "-c", TWO_RUNS], capture_output=True, text=True, timeout=120, check=True)
     assert run.stdout.strip() == "equal"

@@ -70,6 +70,7 @@ def by_hand() -> Decays:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "ranks"), MODES, ids=[mode for mode, _ in MODES])
 def test_get_loss_and_callbacks_read_the_attributes_of_parameters(mode: str, ranks: int) -> None:
     tl = made(mode, ranks)
@@ -78,6 +79,7 @@ def test_get_loss_and_callbacks_read_the_attributes_of_parameters(mode: str, ran
         assert torch.allclose(own, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "ranks"), MODES, ids=[mode for mode, _ in MODES])
 def test_an_attribute_that_a_callback_sets_comes_back_and_is_there_in_the_next_fit(mode: str, ranks: int) -> None:
     tl = made(mode, ranks)

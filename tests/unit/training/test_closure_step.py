@@ -134,6 +134,7 @@ class Counted(AbstractCallback):
         self.calls.append("end")
 
 
+@pytest.mark.long
 def test_time_sequence_prediction_of_pytorchs_examples() -> None:
     torch.manual_seed(0)
     ours = Sequence().double()

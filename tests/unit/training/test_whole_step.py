@@ -426,6 +426,7 @@ class SetsTraining(AbstractCallback):
             self.train_loop_obj.model.layers[0].requires_grad_(self.trained)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "trained, hook",
     [
@@ -505,6 +506,7 @@ def test_refused() -> None:
         make_loop(compile="steps")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer_of", [sgd, partial(optim.AdamW, lr=1e-2)], ids=["sgd", "adamw"])
 def test_what_a_step_changes_stays_in_its_place(
     optimizer_of: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
