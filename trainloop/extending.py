@@ -17,7 +17,7 @@ from trainloop.callbacks.arguments import check_counts, check_flags, count_of, d
 from trainloop.callbacks.base import Saver, logs_nothing, require_loader
 from trainloop.callbacks.reports.trackers import Tracker
 from trainloop.callbacks.weights.train_schedule import groups_with_rates
-from trainloop.optim import optimizers_of
+from trainloop.optim.optimizers import optimizers_of
 
 __all__ = [
     "Saver",

@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
 from trainloop.callbacks import ExponentialMovingAverage, LRScheduler, ModelCheckpoint
-from trainloop.optim import optimizers_of
+from trainloop.optim.optimizers import optimizers_of
 
 
 class Rows(Dataset[Any]):

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from ranks.test_random_configurations import check, loop_in_mode, numbers
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
 from trainloop.callbacks import ExponentialMovingAverage, GradientStats, LRScheduler, ModelCheckpoint
-from trainloop.optim import optimizers_of
+from trainloop.optim.optimizers import optimizers_of
 
 D = torch.float64
 

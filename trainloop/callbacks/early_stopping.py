@@ -121,6 +121,7 @@ class EarlyStopping(_EndsByMetric):
         self.stopped_epoch = None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of an earlier run."""
         super().load_state_dict(state)
         if not self.ends_again(state):  # with another patience, the run continues
             self.stopped_epoch = None

@@ -22,7 +22,8 @@ from trainloop.distributed.objects import cpu_group
 from trainloop.distributed.tensors import buckets
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
-from trainloop.optim import MultiLoss, own_parameters
+from trainloop.optim import MultiLoss
+from trainloop.optim.parameters import own_parameters
 from trainloop.parallel.transparent import (
     SharedName,
     Transparent,

@@ -23,7 +23,9 @@ from trainloop._support.reduction import attach_divisor, divisor_of, functional_
 from trainloop._support.user_line import warn
 from trainloop.distributed.tensors import in_replica
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, own_parameters, split_yielded
+from trainloop.optim import MultiLoss
+from trainloop.optim.losses import split_yielded
+from trainloop.optim.parameters import own_parameters
 from trainloop.parallel.replicas import scatter as parts
 from trainloop.parallel.replicas.attributes import SetAttributes, WatchedTensors, explain_replica
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, copy_attributes

@@ -20,7 +20,7 @@ from trainloop.distributed.objects import backend_of, cpu_group
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
-from trainloop.optim import own_parameters
+from trainloop.optim.parameters import own_parameters
 from trainloop.parallel.sharded.misuse import (
     WatchedForwards,
     explain_sharded,

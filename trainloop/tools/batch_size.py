@@ -20,7 +20,8 @@ from trainloop.data.loader.loaders import is_stream, plain_batches
 from trainloop.data.order.samplers import length_of
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import optimizers_of, own_parameters
+from trainloop.optim.optimizers import optimizers_of
+from trainloop.optim.parameters import own_parameters
 from trainloop.tools.trial import require_training_parts, trial_of, wrapper_args_of
 from trainloop.train_loop.execution.execute import untouched
 from trainloop.train_loop.loop import TrainLoop

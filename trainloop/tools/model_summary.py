@@ -15,7 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainloop._support.nested import tensors_of
 from trainloop.data import count_samples, move_to
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, optimizers_of, own_parameters
+from trainloop.optim import MultiLoss
+from trainloop.optim.optimizers import optimizers_of
+from trainloop.optim.parameters import own_parameters
 from trainloop.parallel.sharded.shards import dense_parts
 from trainloop.resources.quota import format_bytes
 from trainloop.tools.trial import copies, first_batch

@@ -30,7 +30,9 @@ from trainloop.callbacks.base import AbstractCallback, Saver
 from trainloop.data import SplitBatches, TrainFeed
 from trainloop.distributed.tensors import noting_exchanges
 from trainloop.errors import TrainLoopError, WorkerFailedError
-from trainloop.optim import MultiLoss, optimizers_of, own_parameters, trained_modules
+from trainloop.optim import MultiLoss
+from trainloop.optim.optimizers import optimizers_of
+from trainloop.optim.parameters import own_parameters, trained_modules
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.replicas.scatter import NotDivisibleError, chunk_sizes, scatter
 from trainloop.parallel.sharded.units import units_of

@@ -25,7 +25,7 @@ from trainloop.data import StepBatches
 from trainloop.data.batch.batches import move_to
 from trainloop.distributed import Rank
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.optim import optimizers_of
+from trainloop.optim.optimizers import optimizers_of
 from trainloop.train_loop.arguments.options import AmpOptions, FitJob
 from trainloop.train_loop.arguments.run_config import RunConfig
 from trainloop.train_loop.execution.execute import running

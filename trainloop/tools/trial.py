@@ -16,7 +16,8 @@ from trainloop.data.batch.batches import samples_of_batch
 from trainloop.data.loader.loader_copies import copy_loader
 from trainloop.data.order.orders import length_of
 from trainloop.errors import ConfigurationError
-from trainloop.optim import criterion_modules, optimizers_of
+from trainloop.optim.optimizers import optimizers_of
+from trainloop.optim.parameters import criterion_modules
 from trainloop.parallel.transparent import attributes_of
 from trainloop.train_loop.arguments.checks import loader_batch_size
 from trainloop.train_loop.loop import TrainLoop

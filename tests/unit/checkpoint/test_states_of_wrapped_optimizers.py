@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop.callbacks import LRScheduler, ModelCheckpoint
-from trainloop.optim import saved_groups, with_group_settings
+from trainloop.optim.states import saved_groups, with_group_settings
 
 
 class Net(TTBasicModel):

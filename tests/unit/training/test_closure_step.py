@@ -16,7 +16,7 @@ from conftest import make_data
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTBasicModel
 from trainloop.callbacks import GradientClipping, LRScheduler
 from trainloop.errors import ConfigurationError
-from trainloop.optim import needs_closure
+from trainloop.optim.optimizers import needs_closure
 
 
 class Sequence(TTBasicModel):

@@ -15,7 +15,7 @@ from conftest import make_data
 from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTModel
 from trainloop._support.reduction import divisor_of
 from trainloop.errors import ConfigurationError
-from trainloop.optim import drop_gradients, optimizers_of, parameters_of
+from trainloop.optim.optimizers import drop_gradients, optimizers_of, parameters_of
 from trainloop.train_loop.run.losses import read_loss
 
 

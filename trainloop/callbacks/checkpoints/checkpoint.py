@@ -24,7 +24,7 @@ from trainloop.checkpoint.sharded import load_model
 from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.optim import criterion_module, own_parameters
+from trainloop.optim.parameters import criterion_module, own_parameters
 
 if TYPE_CHECKING:
     from torch import nn

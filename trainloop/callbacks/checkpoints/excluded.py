@@ -7,7 +7,7 @@ from typing import Any
 
 from trainloop.checkpoint.file import Bits, bits_of, changed, names_under, without
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.optim import optimizers_of
+from trainloop.optim.optimizers import optimizers_of
 
 __all__ = ["ExcludedParts"]
 

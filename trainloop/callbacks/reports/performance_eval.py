@@ -19,7 +19,7 @@ from trainloop.callbacks.arguments import check_counts, check_flags, count_of, d
 from trainloop.callbacks.base import AbstractCallback, overrides_of_user, require_loader
 from trainloop.callbacks.files import check_figure_file, save_figure
 from trainloop.errors import ConfigurationError
-from trainloop.optim import own_parameters
+from trainloop.optim.parameters import own_parameters
 from trainloop.parallel.sharded.shards import bit_sums, local_shard
 from trainloop.result_package import check_metric_functions, classes_of, evaluate_result_package
 

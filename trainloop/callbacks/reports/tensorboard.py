@@ -28,7 +28,7 @@ from trainloop.callbacks.reports.trackers import Tracker
 from trainloop.callbacks.weights.train_schedule import groups_with_rates
 from trainloop.checkpoint.storage import why_not_writable
 from trainloop.errors import ConfigurationError
-from trainloop.optim import optimizers_of
+from trainloop.optim.optimizers import optimizers_of
 
 __all__ = ["TensorBoard"]
 

@@ -38,7 +38,7 @@ from trainloop.callbacks.watch.nan import describe_not_finite
 from trainloop.callbacks.weights.gradient import norms_of, which_are_finite
 from trainloop.checkpoint import CheckpointInfo
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.optim import criterion_module
+from trainloop.optim.parameters import criterion_module
 from trainloop.parallel.sharded.shards import bytes_of, is_sharded
 
 __all__ = ["FailureRecorder", "named_losses", "not_finite", "recorded_modules"]

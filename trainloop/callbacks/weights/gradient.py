@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from trainloop.callbacks.arguments import check_flags, count_of, number_of
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiOptimizer, explain_sparse, named_trained_parameters, parameters_of, trained_parameters
+from trainloop.optim import MultiOptimizer
+from trainloop.optim.optimizers import parameters_of
+from trainloop.optim.parameters import explain_sparse, named_trained_parameters, trained_parameters
 from trainloop.parallel.sharded.shards import clip_gradients, is_sharded, norms_over_ranks
 
 __all__ = ["GradientCallbackBase", "GradientClipping", "GradientStats"]

@@ -23,7 +23,8 @@ from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Monitor
 from trainloop.devices import whole_number
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.optim import MultiOptimizer, optimizers_of
+from trainloop.optim import MultiOptimizer
+from trainloop.optim.optimizers import optimizers_of
 
 __all__ = [
     "AbstractScheduler",

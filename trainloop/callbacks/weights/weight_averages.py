@@ -19,7 +19,7 @@ from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import check_counts, check_flags, number_of
 from trainloop.callbacks.base import AbstractCallback, logs_nothing, require_loader
 from trainloop.errors import CheckpointError, ConfigurationError
-from trainloop.optim import note_registrations
+from trainloop.optim.parameters import note_registrations
 from trainloop.parallel.sharded.shards import is_sharded, local_shard, shard_like
 from trainloop.parallel.sync_batchnorm import BatchNorm
 

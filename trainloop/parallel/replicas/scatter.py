@@ -18,7 +18,8 @@ from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 from trainloop._support.nested import map_parts, map_together, parts_of, with_parts
 from trainloop._support.reduction import attach_divisor, divisor_of
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, check_weight
+from trainloop.optim import MultiLoss
+from trainloop.optim.losses import check_weight
 
 # -- cutting -----------------------------------------------------------------------------------------------------------
 

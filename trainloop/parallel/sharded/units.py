@@ -11,7 +11,7 @@ from torch import nn
 
 from trainloop._support.keywords import why_not
 from trainloop.errors import ConfigurationError
-from trainloop.optim import own_parameters
+from trainloop.optim.parameters import own_parameters
 
 __all__ = ["check_dtypes", "units_of"]
 

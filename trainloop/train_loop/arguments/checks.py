@@ -22,14 +22,9 @@ from trainloop.data.order.orders import length_of
 from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel, check_names, check_signatures, yields_losses
-from trainloop.optim import (
-    MultiOptimizer,
-    named_trained_parameters,
-    needs_closure,
-    optimizers_of,
-    own_parameters,
-    parameters_of,
-)
+from trainloop.optim import MultiOptimizer
+from trainloop.optim.optimizers import needs_closure, optimizers_of, parameters_of
+from trainloop.optim.parameters import named_trained_parameters, own_parameters
 from trainloop.parallel.sharded.shards import resolved
 from trainloop.resources.quota import ResourceQuota
 from trainloop.train_loop.arguments.options import AmpOptions, RestartOptions

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import TypeVar
 
 from trainloop.model import TTModel
-from trainloop.optim import MultiOptimizer, Optimizer
+from trainloop.optim import MultiOptimizer
 
 __all__ = "Accelerator Amp Collate Devices GpuMode Loader ModelT Modules Optimizers StartMethod Transform".split()
 

@@ -27,7 +27,8 @@ from trainloop.data.order.orders import generator_states, set_generator_states
 from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import alone
 from trainloop.model import yields_losses
-from trainloop.optim import criterion_modules, explain_no_graph, needs_closure, optimizers_of, own_parameters
+from trainloop.optim.optimizers import explain_no_graph, needs_closure, optimizers_of
+from trainloop.optim.parameters import criterion_modules, own_parameters
 from trainloop.parallel.transparent import check_sendable
 from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.arguments.options import FitJob

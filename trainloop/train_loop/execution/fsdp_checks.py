@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from trainloop._support.nested import tensors_of
 from trainloop.errors import ConfigurationError
-from trainloop.optim import all_optimizers, criterion_modules
+from trainloop.optim.optimizers import all_optimizers
+from trainloop.optim.parameters import criterion_modules
 from trainloop.parallel.sharded.shards import stays_whole
 from trainloop.parallel.sharded.undoing import can_undo
 from trainloop.parallel.sharded.units import check_dtypes, units_of

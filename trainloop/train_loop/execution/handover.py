@@ -19,7 +19,8 @@ from trainloop._transfer.shared import KEPT, changed_parts, fingerprint, fingerp
 from trainloop._transfer.torch_objects import kept_attributes
 from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.order.orders import generator_states, set_generator_states
-from trainloop.optim import note_steps_elsewhere, optimizers_of, own_parameters, trained_modules
+from trainloop.optim.optimizers import note_steps_elsewhere, optimizers_of
+from trainloop.optim.parameters import own_parameters, trained_modules
 from trainloop.parallel.sharded.shards import is_mark_of_sharding
 from trainloop.parallel.transparent import attributes_of
 from trainloop.train_loop.progress.loop_state import LoopState

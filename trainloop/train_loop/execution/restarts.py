@@ -23,7 +23,8 @@ from trainloop._launch.failures import Failure, describe_failure, with_note
 from trainloop._support import scratch
 from trainloop.checkpoint import Checkpoint
 from trainloop.errors import WorkerFailedError
-from trainloop.optim import optimizers_of, own_parameters, trained_modules
+from trainloop.optim.optimizers import optimizers_of
+from trainloop.optim.parameters import own_parameters, trained_modules
 from trainloop.parallel.sharded.shards import bytes_of
 from trainloop.resources.machine import available
 from trainloop.train_loop.arguments.options import Restart, RestartOptions

@@ -21,7 +21,7 @@ from trainloop.devices import effective_batch_size
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.history import History
-from trainloop.optim import own_parameters
+from trainloop.optim.parameters import own_parameters
 from trainloop.train_loop.arguments import checks as check
 from trainloop.train_loop.arguments.options import End, Options, Restart
 from trainloop.train_loop.arguments.run_config import RunConfig

@@ -16,7 +16,8 @@ from trainloop._launch import place_here
 from trainloop._launch.rank_process import result_file
 from trainloop._transfer.pages import evict_clean_pages, trim
 from trainloop.errors import ConfigurationError
-from trainloop.optim import inner_optimizers, own_parameters, parameters_of
+from trainloop.optim.optimizers import inner_optimizers, parameters_of
+from trainloop.optim.parameters import own_parameters
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.sharded.misuse import RefusesLostChanges, explain_deepcopy, is_of_shards
 from trainloop.parallel.sharded.shards import (

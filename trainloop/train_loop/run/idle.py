@@ -22,7 +22,7 @@ from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop.distributed.tensors import in_borrowed_batch
 from trainloop.errors import ConfigurationError
-from trainloop.optim import trained_modules
+from trainloop.optim.parameters import trained_modules
 from trainloop.parallel.sync_batchnorm import CpuSyncBatchNorm
 
 __all__ = ["Idle", "padded_batches", "refuse_exchanges"]

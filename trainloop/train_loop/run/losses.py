@@ -17,7 +17,8 @@ from torch import Tensor
 from trainloop._support.reduction import divisor_of
 from trainloop.data.batch.batches import note_batch
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiLoss, check_weight, split_yielded, weighed
+from trainloop.optim import MultiLoss
+from trainloop.optim.losses import check_weight, split_yielded, weighed
 from trainloop.parallel.sharded.misuse import explain_sharded, used_outside_of_forward
 from trainloop.parallel.sharded.shards import is_sharded
 

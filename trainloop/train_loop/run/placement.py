@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from trainloop._support.nested import parts_of, paths_of
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import all_optimizers, criterion_modules, own_parameters
+from trainloop.optim.optimizers import all_optimizers
+from trainloop.optim.parameters import criterion_modules, own_parameters
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, sync_batchnorm
 from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
 from trainloop.parallel.dp import expect_samples

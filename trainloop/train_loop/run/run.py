@@ -39,7 +39,7 @@ from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import whole_batch
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.model import TTModel
-from trainloop.optim import criterion_modules, trained_modules
+from trainloop.optim.parameters import criterion_modules, trained_modules
 from trainloop.parallel.sync_batchnorm import of_this_rank
 from trainloop.resources.enforce import cap_workers
 from trainloop.train_loop.progress.display import Display

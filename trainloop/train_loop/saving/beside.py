@@ -22,7 +22,8 @@ from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.loader.loaders import is_stream
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import as_generator, generators_of, has_state
-from trainloop.optim import criterion_modules, named_trained_parameters, optimizers_of, trained_parameters
+from trainloop.optim.optimizers import optimizers_of
+from trainloop.optim.parameters import criterion_modules, named_trained_parameters, trained_parameters
 from trainloop.parallel.sharded.shards import bit_sums
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.saving.script_values import script_values

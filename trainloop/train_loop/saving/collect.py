@@ -12,14 +12,9 @@ from trainloop._support import rng
 from trainloop._support.carried import carried_state_of
 from trainloop.checkpoint import plain
 from trainloop.data.order.orders import Generator, generator_states, generators_in, kept_in_checkpoints
-from trainloop.optim import (
-    all_optimizers,
-    criterion_module,
-    gather_divided_states,
-    optimizer_state_dict,
-    optimizers_of,
-    parameters_of,
-)
+from trainloop.optim.optimizers import all_optimizers, optimizers_of, parameters_of
+from trainloop.optim.parameters import criterion_module
+from trainloop.optim.states import gather_divided_states, optimizer_state_dict
 from trainloop.parallel.sharded.shards import gathered, is_sharded, map_tensors
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun

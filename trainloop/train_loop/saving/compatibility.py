@@ -14,7 +14,9 @@ from trainloop._support.user_line import described_names
 from trainloop.checkpoint.file import bits_of, changed
 from trainloop.checkpoint.sharded import StoredTensor, empty_buffers
 from trainloop.errors import CheckpointError
-from trainloop.optim import criterion_module, in_order_of, optimizers_of, parameters_of, saved_groups
+from trainloop.optim.optimizers import optimizers_of, parameters_of
+from trainloop.optim.parameters import criterion_module
+from trainloop.optim.states import in_order_of, saved_groups
 from trainloop.parallel.sharded.shards import is_sharded
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun

@@ -9,7 +9,8 @@ import torch
 from trainloop import distributed
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
-from trainloop.optim import optimizers_of, with_group_settings
+from trainloop.optim.optimizers import optimizers_of
+from trainloop.optim.states import with_group_settings
 from trainloop.parallel.sharded.shards import map_tensors
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun

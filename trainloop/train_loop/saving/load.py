@@ -19,15 +19,9 @@ from trainloop.checkpoint.sharded import StoredTensor, fill_empty_buffers, fitte
 from trainloop.data.order.orders import set_generator_states, set_states
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
-from trainloop.optim import (
-    all_optimizers,
-    criterion_module,
-    inner_optimizers,
-    load_optimizer_state_dict,
-    optimizers_of,
-    parameters_of,
-    saved_groups,
-)
+from trainloop.optim.optimizers import all_optimizers, inner_optimizers, optimizers_of, parameters_of
+from trainloop.optim.parameters import criterion_module
+from trainloop.optim.states import load_optimizer_state_dict, saved_groups
 from trainloop.train_loop.progress.ending import end_that_holds
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun

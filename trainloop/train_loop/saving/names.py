@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from trainloop.optim import optimizers_of
+from trainloop.optim.optimizers import optimizers_of
 
 __all__ = ["add_missing_groups", "group_names", "plain_group_names", "plain_name", "set_flags", "training_flags"]
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from trainloop._launch.module_state import is_users
-from trainloop.optim import optimizers_of, trained_modules
+from trainloop.optim.optimizers import optimizers_of
+from trainloop.optim.parameters import trained_modules
 from trainloop.train_loop.progress.loop_state import LoopState
 
 __all__ = ["ScriptValue", "script_values"]

@@ -15,7 +15,7 @@ from trainloop._support.user_line import described_names, warn_or_print
 from trainloop.callbacks.base import overrides_of_user
 from trainloop.callbacks.monitor import Monitor
 from trainloop.data import StepBatches
-from trainloop.optim import named_trained_parameters, trained_modules
+from trainloop.optim.parameters import named_trained_parameters, trained_modules
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.run.losses import BatchLoss
 from trainloop.train_loop.training.trained import hooked_parameters, not_optimized

@@ -21,16 +21,9 @@ from trainloop import distributed
 from trainloop._support.reduction import has_class_criteria, sum_rule
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
-from trainloop.optim import (
-    MultiLoss,
-    explain_sparse,
-    needs_closure,
-    note_registrations,
-    optimizers_of,
-    own_parameters,
-    parameters_of,
-    trained_parameters,
-)
+from trainloop.optim import MultiLoss
+from trainloop.optim.optimizers import needs_closure, optimizers_of, parameters_of
+from trainloop.optim.parameters import explain_sparse, note_registrations, own_parameters, trained_parameters
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.dp import refuse_changes_in_get_loss
 from trainloop.parallel.sharded.shards import clip_gradients, is_sharded, local_shard

@@ -25,7 +25,8 @@ from trainloop import distributed
 from trainloop._metrics import Recorder
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiOptimizer, drop_gradients, parameters_of
+from trainloop.optim import MultiOptimizer
+from trainloop.optim.optimizers import drop_gradients, parameters_of
 from trainloop.train_loop.run.losses import (
     BatchLoss,
     Yielded,

@@ -19,7 +19,9 @@ from trainloop._support.user_line import described_names, warn_or_print
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
-from trainloop.optim import criterion_modules, divides_state, named_trained_parameters, own_parameters, parameters_of
+from trainloop.optim.optimizers import parameters_of
+from trainloop.optim.parameters import criterion_modules, named_trained_parameters, own_parameters
+from trainloop.optim.states import divides_state
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import cloned_gradient, comm_hooks_of
 from trainloop.parallel.sharded.shards import bit_sums, is_sharded

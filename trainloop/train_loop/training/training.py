@@ -44,7 +44,8 @@ from trainloop.data.loader.loader_copies import end_workers
 from trainloop.data.loader.loaders import refuse_shared_iterator, tell_epoch
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
-from trainloop.optim import drop_gradients, trained_modules
+from trainloop.optim.optimizers import drop_gradients
+from trainloop.optim.parameters import trained_modules
 from trainloop.parallel.sharded.misuse import is_compiled
 from trainloop.train_loop.arguments.checks import check_loader
 from trainloop.train_loop.arguments.options import End, FitJob

@@ -22,7 +22,8 @@ from trainloop._support.reduction import attached_divisor, functional_losses
 from trainloop._support.user_line import warn
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
-from trainloop.optim import MultiOptimizer, is_scheduled, is_watched, note_steps_elsewhere
+from trainloop.optim import MultiOptimizer
+from trainloop.optim.optimizers import is_scheduled, is_watched, note_steps_elsewhere
 from trainloop.train_loop.run.losses import split_loss
 from trainloop.train_loop.training.training import Training
 

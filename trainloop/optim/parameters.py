@@ -1,0 +1,115 @@
+"""Determine what a loop trains: parameters of the model, of the criterion, and of the optimizer alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+
+from trainloop.errors import ConfigurationError
+from trainloop.optim.optimizers import MultiOptimizer, optimizers_of, parameters_of
+
+__all__ = [
+    "criterion_module",
+    "criterion_modules",
+    "explain_sparse",
+    "named_trained_parameters",
+    "note_registrations",
+    "own_parameters",
+    "trained_modules",
+    "trained_parameters",
+]
+
+
+def criterion_module(criterion: Any) -> nn.Module | None:
+    """Return a criterion as one module: itself, or a module of all modules in its dicts and lists, by their keys.
+
+    ``None`` if it contains no modules.
+    """
+    if isinstance(criterion, nn.Module):
+        return criterion
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(criterion, Mapping):
+        entries = criterion.items()
+    elif isinstance(criterion, (list, tuple)):
+        entries = enumerate(criterion)
+    whole = nn.Module()
+    for key, part in entries:
+        module = criterion_module(part)
+        if module is not None:
+            whole.add_module(f"[{key}]".replace(".", "_"), module)  # with brackets, it is no name of nn.Module's own
+    return whole if whole._modules else None
+
+
+def criterion_modules(criterion: Any) -> list[nn.Module]:
+    """Return the modules of a criterion: itself, or the modules in its dicts and lists."""
+    whole = criterion_module(criterion)
+    return [] if whole is None else [whole]
+
+
+def trained_modules(model: nn.Module, criterion: Any) -> list[nn.Module]:
+    """Return all modules that a loop trains: the model, and the criterion if it is a module or contains modules."""
+    return [model, *criterion_modules(criterion)]
+
+
+def named_trained_parameters(
+    model: nn.Module, criterion: Any, optimizer: Optimizer | MultiOptimizer | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``(name, parameter)`` for all parameters that a loop trains, each once.
+
+    First the model's, then the criterion's, whose names begin with ``criterion.``, then those that only the optimizer
+    has, such as an unknown of an equation beside the network.
+    """
+    seen: set[int] = set()
+    prefix = ""
+    for module in trained_modules(model, criterion):
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield prefix + name, parameter
+        prefix = "criterion."
+    stepped = [tensor for one in optimizers_of(optimizer) for tensor in parameters_of(one)]
+    for i, tensor in enumerate(stepped):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield f"parameter {i} of the optimizer", tensor
+
+
+def note_registrations(note: Callable[[nn.Module, str, Any], None]) -> ExitStack:
+    """Call ``note(module, name, value)`` when a module registers a parameter or another module: torch's public hooks.
+
+    Closing the result, or leaving it as a context, ends this.
+    """
+    undo = ExitStack()
+    undo.callback(register_module_parameter_registration_hook(note).remove)
+    undo.callback(register_module_module_registration_hook(note).remove)
+    return undo
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return all parameters of a module, even if its class overrides ``parameters`` (to return a part, for example)."""
+    return [parameter for _, parameter in module.named_parameters()]
+
+
+def trained_parameters(
+    model: nn.Module, criterion: Any, optimizer: Optimizer | MultiOptimizer | None = None
+) -> list[Tensor]:
+    """Return all parameters that a loop trains, in the order of :func:`named_trained_parameters`."""
+    return [parameter for _, parameter in named_trained_parameters(model, criterion, optimizer)]
+
+
+def explain_sparse(model: nn.Module, criterion: Any, optimizer: Optimizer | MultiOptimizer | None, what: str) -> None:
+    """Called after an error of clipping: raise an error that names the parameter if a gradient is sparse."""
+    for name, parameter in named_trained_parameters(model, criterion, optimizer):
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise ConfigurationError(
+                f"{what}: the gradient of {name} is sparse, and torch can't clip sparse gradients. Use sparse=False in "
+                "its embedding, or clip the other gradients yourself in a callback's on_after_gradient_update."
+            )
