@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainloop import distributed
-from trainloop._support.reduction import has_class_criteria, sum_rule
+from trainloop._support.reduction import sum_rule
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
@@ -29,26 +29,11 @@ from trainloop.parallel.dp import refuse_changes_in_get_loss
 from trainloop.parallel.sharded.shards import clip_gradients, is_sharded, local_shard
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.run.losses import BatchLoss, read_loss
-from trainloop.train_loop.training.step_weight import TINY, StepWeight
+from trainloop.train_loop.training.own_weights import OwnWeights
+from trainloop.train_loop.training.step_weight import Converted, StepWeight, as_factor
 from trainloop.train_loop.training.trained import TrainedParameters
 
 __all__ = ["Gradients"]
-
-
-class _Part:
-    """Gradients of one loss of a ``MultiLoss`` in a step, and the sum of the loss's weights so far."""
-
-    def __init__(self) -> None:
-        self.weight: Any = 0.0
-        self.gradients: dict[Tensor, Tensor] = {}
-
-    def take(self, parameters: Iterable[Tensor]) -> None:
-        """Add the gradients of parameters, and clear these."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                before = self.gradients.get(parameter)
-                self.gradients[parameter] = parameter.grad if before is None else before + parameter.grad
-                parameter.grad = None
 
 
 class Gradients:
@@ -63,6 +48,8 @@ class Gradients:
     ----------
     weight : StepWeight
         What the losses of the current step weigh.
+    own_weights : OwnWeights
+        The losses of a ``MultiLoss`` that have weights of their own.
     sums : SumRule or None
         Rule that decides which losses are sums over samples; ``None`` if no loss is a sum.
     optimizers : list of Optimizer
@@ -88,19 +75,7 @@ class Gradients:
         self._exchanges = place.collective and self.ranks > 1
         """True if each backward is an exchange between ranks."""
         self.weight = StepWeight(place, self.ranks)
-        self._parts: dict[str, _Part] = {}
-        self._joined: dict[str, _Part] = {}
-        self._names: dict[str, int | None] | None = None
-        """Names of the losses of a ``MultiLoss`` that have had their own weights on any rank, each with the index of
-        its optimizer if there are several. ``None``: ranks have not agreed yet."""
-        self._agrees = False
-        """True if ranks agree on new names in each micro-batch, as the first batch of a rank had a ``MultiLoss``."""
-        self._separated = False
-        """True if the losses of a ``MultiLoss`` have had separate gradients, which DDP does not reduce."""
-        self._averaged: dict[str, list[tuple[Tensor, float]]] = {}
-        """Losses of the current step that have had no weights of their own until now, with their weights by samples."""
-        self.calls_class_losses = False
-        """True if ``get_loss`` has called a loss of class indices while the run looked for such calls."""
+        self.own_weights = OwnWeights(run, self.weight, self.ranks, self._optimizers_of)
         self.take_rules()
         self._take_optimizers()
         self.trained = (
@@ -234,7 +209,9 @@ class Gradients:
         """Prepare for a step; ``ragged`` is True if ranks have different numbers of micro-batches. Collective."""
         weight = self.weight
         weight.ragged = ragged
-        weight.reduced_later = (ragged or self._always_later or self._separated) and not self._place.collective
+        weight.reduced_later = (
+            ragged or self._always_later or self.own_weights.separated
+        ) and not self._place.collective
         if weight.reduced_later or self._shares_buffers:  # DDP's forward does this by itself
             self._place.share_buffers()
         if weight.reduced_later and isinstance(self._place.wrapper, TTDistributedDataParallel):
@@ -301,9 +278,9 @@ class Gradients:
         """
         loss, weight, step = read.loss, read.units, self.weight
         step.given.append(read.explicit)
-        began, own = bool(self._names), isinstance(weight, dict)
-        if self._names is None or self._agrees or isinstance(loss, MultiLoss):
-            self.agree(loss, weight)
+        began, own = bool(self.own_weights.names), isinstance(weight, dict)
+        if self.own_weights.names is None or self.own_weights.agrees or isinstance(loss, MultiLoss):
+            self.own_weights.agree(loss, weight)
         step.weighted = step.weighted or (weight is not None and not own)
         if read.is_sum:  # gradients of micro-batches add up unscaled, and are averaged over ranks
             if self.ranks == 1:
@@ -313,7 +290,7 @@ class Gradients:
         if self.ranks == 1 and count == 1:  # the only rank of a group: as in is_whole
             return loss
         share = 1 / count if scale is None else scale
-        if self._names or own:
+        if self.own_weights.names or own:
             if weight is not None and not own:
                 raise ConfigurationError(
                     "get_loss returned a MultiLoss whose losses have weights of their own for one batch, and a loss "
@@ -321,10 +298,9 @@ class Gradients:
                     "MultiLoss for every batch, such as MultiLoss({'loss': loss})."
                 )
             at_once = last and not step.ragged and (count == 1 or not began)
-            return self._scaled_parts(loss, weight if own else {}, share, size, at_once=at_once)
+            return self.own_weights.scaled(loss, weight if own else {}, share, size, at_once=at_once)
         if isinstance(loss, MultiLoss):
-            for name, part in loss.items():
-                self._averaged.setdefault(name, []).append((part.detach(), share))
+            self.own_weights.note_averages(loss, share)
         usual = step.usual(None, size if weight is None else weight, size) if step.weighted else 1.0
         # With as many units as samples, the bits are the same as without a weight.
         if weight is None or (not isinstance(weight, Tensor) and weight == size):
@@ -336,44 +312,7 @@ class Gradients:
             return loss if usual == 1 else loss / usual
         units = step.exact(weight) * (share / max(size, 1) / usual)
         step.add(units, units=True, uneven=True)
-        return loss * _like(loss, units)
-
-    def agree(self, loss: Any, weight: Any) -> None:
-        """Agree with the other ranks on the losses of a ``MultiLoss`` that have their own weights.
-
-        Batches may differ: one has a class loss, another one only a mean over samples, or another task. Collective in
-        the first batch, and in each batch if that of any rank has a ``MultiLoss``.
-        """
-        several = isinstance(loss, MultiLoss)
-        own = weight if isinstance(weight, dict) else {}
-        if self.ranks > 1 and self.weight.ragged and not self._place.collective:  # some ranks may not call this
-            return
-        new = [name for name in own if name not in (self._names or ())]
-        if self._names is None:
-            flags = [weight is not None and not own, bool(new), self.calls_class_losses, several]
-            told = distributed.exchange_ints(flags) if self.ranks > 1 else [flags]
-            weighted, any_new, called, self._agrees = (any(column) for column in zip(*told))
-            # Later, the first loss with units may be one of some ranks only. DDP carries the units; only on GPUs, where
-            # reading them would wait, a class loss that the first batch calls is taken to be what get_loss returns.
-            late = self.ranks > 1 and not all(theirs[3] for theirs in told) and self._may_weigh()
-            late = late and (self._place.collective or not called)
-            self.weight.always_weighted = self.weight.weighted = weighted or late
-            self._names = {}
-        elif self.ranks > 1 and self._agrees:
-            any_new = any(theirs for (theirs,) in distributed.exchange_ints([len(new)]))
-        elif new and self.ranks > 1:
-            raise ConfigurationError(
-                "get_loss returned a MultiLoss whose losses have weights of their own (class weights or targets that "
-                f"are not ignored: {', '.join(new)}), but one loss for the first batch. Other ranks can't know of it "
-                "in time. Return a MultiLoss for every batch, such as MultiLoss({'loss': loss})."
-            )
-        else:
-            any_new = bool(new)
-        if any_new:
-            which = self._optimizers_of(loss)
-            found = {name: which.get(name) for name in new}
-            for theirs in distributed.gather_object(found) if self.ranks > 1 else [found]:
-                self._names.update(theirs)
+        return loss * as_factor(units, loss)
 
     def _optimizers_of(self, loss: Any) -> Mapping[str, Any]:
         """Return the index of each loss's optimizer; empty if there is only one optimizer."""
@@ -381,61 +320,13 @@ class Gradients:
             return {}
         return loss.assigned_to(self._multi_optimizer).loss_optimizer_map or {}
 
-    def _may_weigh(self) -> bool:
-        """Return True if a later batch may call a loss of class indices: without a criterion, maybe a function."""
-        loop = self._run.loop
-        return loop.criterion is None or has_class_criteria(loop.model, loop.criterion)
-
-    def _scaled_parts(self, loss: Any, own: dict[str, Any], share: float, size: int, *, at_once: bool) -> Any:
-        """Scale each loss of a ``MultiLoss`` by its own weight. (A common factor after backward would not be enough.)
-
-        A batch that lacks one of these losses has none of the loss's units. Losses without own weights are means over
-        samples. ``at_once``: the step has no such losses in other micro-batches, and ranks exchange the weights before
-        backward. Otherwise, each loss gets separate gradients, which :meth:`complete` adds up.
-        """
-        step = self.weight
-        losses: Mapping[str, Tensor] = loss if isinstance(loss, MultiLoss) else {}
-        names = dict.fromkeys((*(self._names or ()), *own))
-        per_unit = share / max(size, 1)
-        units = {
-            # A loss of zero that has no units now has none: get_loss returns it if all targets are ignored.
-            name: (step.exact(own[name]) if name in own else size * (1 - step.is_zero(losses[name]))) * per_unit
-            for name in names
-            if name in losses
-        }
-        if at_once:
-            step.add(share)
-            mine = torch.stack([step.zero() + units.get(name, 0) for name in names])
-            sums = mine + torch.stack([self._averaged_weight(name) for name in names])
-            sums = distributed.all_reduce(sums, "mean") if self.ranks > 1 else sums
-            factors = dict(zip(names, mine / sums.clamp(min=TINY)))
-        else:
-            if not step.ragged and isinstance(self._place.wrapper, TTDistributedDataParallel):
-                # DDP's reducer would reduce the sum of these gradients.
-                self._separated = step.reduced_later = True
-            factors = {}
-            for name in names:  # on all ranks, since they agree on what is usual
-                usual = step.usual(name, own.get(name, size) if name in losses else 0, size)
-                part = self._parts.setdefault(name, _Part())
-                if name in units:
-                    factors[name] = units[name] / usual
-                    part.weight = part.weight + factors[name]
-        if not losses:
-            return loss * share
-        return _times(loss, {name: factors.get(name, share) for name in losses})
-
-    def _averaged_weight(self, name: str) -> Tensor:
-        """Return the weight by samples of a loss's earlier micro-batches in the step; zeros have no units."""
-        step = self.weight
-        return sum((of * (1 - step.is_zero(loss)) for loss, of in self._averaged.get(name, ())), step.zero())
-
     def backward(self, loss: Tensor | MultiLoss) -> None:
         """Run backward of a scaled loss.
 
         Each part of a ``MultiLoss`` reaches only the parameters of the part's optimizer.
         """
         scaler = self._place.scaler
-        if self._parts:
+        if self.own_weights.parts:
             self._backward_of_parts(loss)
         elif isinstance(loss, Tensor):
             scaler.scale(loss).backward()
@@ -474,10 +365,10 @@ class Gradients:
         losses = dict(loss) if isinstance(loss, MultiLoss) else {"": loss}
         # For each pass: the name of its part, the index of its optimizer, and its loss. In fsdp, a backward pass is an
         # exchange, so all ranks run the same ones; without a loss, a rank runs one of zeros.
-        exchanges, names = self._exchanges, self._names or {}
+        exchanges, names = self._exchanges, self.own_weights.names or {}
         own: list[tuple[str | None, int | None, Tensor | None]] = [
             (name, which.get(name, names.get(name)), losses.pop(name, None))
-            for name in self._parts
+            for name in self.own_weights.parts
             if exchanges or name in losses
         ]
         others: dict[int | None, list[Tensor]] = {}
@@ -501,36 +392,16 @@ class Gradients:
                         optimizer, partial(self._place.scaler.scale(part_loss).backward, retain_graph=not last)
                     )
             if part is not None:
-                self._parts[part].take(self.learned)
+                self.own_weights.parts[part].take(self.learned)
         for parameter, gradient in aside:
             parameter.grad = gradient
 
     def so_far(self, parameter: Tensor) -> Tensor | None:
         """Return a parameter's gradient from the step's backward passes so far, including separate gradients."""
-        own = [part.gradients[parameter] for part in self._parts.values() if parameter in part.gradients]
+        own = [part.gradients[parameter] for part in self.own_weights.parts.values() if parameter in part.gradients]
         if parameter.grad is not None:
             own.insert(0, parameter.grad)
         return sum(own[1:], own[0]) if own else None
-
-    def _join_parts(self) -> None:
-        """Add up the parts' gradients, each divided by its weight over all ranks. Collective."""
-        if self.ranks > 1:
-            names = self._names or {}
-            if self.weight.ragged:  # a rank without a batch may not know the names
-                names = dict.fromkeys(name for names in distributed.gather_object(list(self._parts)) for name in names)
-            self._parts = {name: self._parts.get(name) or _Part() for name in names}
-        step = self.weight
-        earlier = {name: self._averaged_weight(name) / step.usual_units.get(name, 1.0) for name in self._parts}
-        weights = torch.stack([earlier[name] + part.weight for name, part in self._parts.items()])
-        if self.ranks > 1:
-            weights = distributed.all_reduce(weights, "mean")
-        for part, weight in zip(self._parts.values(), weights.clamp(min=TINY)):
-            part.weight = weight
-            like = _Converted(weight)
-            for parameter, gradient in part.gradients.items():
-                divided = gradient / like(gradient)
-                parameter.grad = divided if parameter.grad is None else parameter.grad + divided
-            part.gradients.clear()
 
     def _backward_for(self, optimizer: int | None, backward: Callable[..., None]) -> None:
         """Call ``backward()`` for the parameters of an optimizer, by its index; for all if it is None."""
@@ -562,9 +433,8 @@ class Gradients:
         with place.autocast, self._run.seeing_functions(idle=True):
             output = place.wrapper.get_loss(batch, self._run.loop.criterion, place.device)
         read = read_loss(output, 1)
-        self.agree(read.loss, None)
-        for name in self._names or ():  # the other ranks run a backward for each
-            self._parts.setdefault(name, _Part())
+        self.own_weights.agree(read.loss, None)
+        self.own_weights.expect_all()
         self.backward(read.loss * 0.0)
 
     # -- for each step -----------------------------------------------------------------------------------------------
@@ -575,7 +445,7 @@ class Gradients:
         Return the factor by which the gradients were multiplied; ``None`` if it is 1.
         """
         self._run.stage = "complete"
-        step, in_parts = self.weight, bool(self._parts)
+        step, in_parts = self.weight, bool(self.own_weights.parts)
         try:
             if len(step.given) > 1:
                 step.check()
@@ -584,7 +454,7 @@ class Gradients:
                 flags = distributed.exchange_ints([int(weighted), int(in_parts)])
                 weighted, in_parts = (any(column) for column in zip(*flags))
             if in_parts:
-                self._join_parts()
+                self.own_weights.join()
             if self._place.collective:
                 reduce_gradients([p for p in parameters if id(p) in self._beside])
                 if self._exchanges:
@@ -597,7 +467,7 @@ class Gradients:
                     self.trained.reduce_beside()
             if self.trained is not None:
                 self.trained.warn_of_unused(parameters)
-            self._joined, self._parts, self._averaged = self._parts, {}, {}
+            self.own_weights.end_step()
             if in_parts or (self.ranks == 1 and len(step.given) <= 1):  # see scaled
                 return None
             factor = step.factor(weighted=weighted)
@@ -605,7 +475,7 @@ class Gradients:
             step.clear()
         if not isinstance(factor, Tensor) and factor == 1:
             return None
-        like = _Converted(factor)
+        like = Converted(factor)
         for parameter in parameters:
             if parameter.grad is not None:
                 own = local_shard(parameter.grad)  # gradients are on the CPU under CPUOffloadPolicy
@@ -614,13 +484,8 @@ class Gradients:
 
     def loss_over_ranks(self, scaled_losses: list[Any], factor: Tensor | float | None) -> Tensor:
         """Return a step's loss over all ranks, from each rank's micro-batches; every rank gets the same bits."""
-        if self._joined and not self.is_whole(len(scaled_losses)):
-            scaled_losses = [
-                _times(loss, {n: 1 / part.weight for n, part in self._joined.items()})
-                if isinstance(loss, MultiLoss)
-                else loss
-                for loss in scaled_losses
-            ]
+        if self.own_weights.joined and not self.is_whole(len(scaled_losses)):
+            scaled_losses = [*map(self.own_weights.unscaled, scaled_losses)]
         parts = [loss.total() if isinstance(loss, MultiLoss) else loss for loss in scaled_losses]
         if self.ranks == 1 and factor is None:
             return sum(parts[1:], parts[0])  # in the order in which a hand-written loop adds them up
@@ -690,32 +555,3 @@ def _is_same(before: Tensor | None, after: Tensor | None) -> bool:
 def _zero_of(loss: Tensor | MultiLoss) -> Tensor:
     """Return a zero that depends on all parameters that the loss depends on."""
     return (loss if isinstance(loss, Tensor) else loss.total()) * 0.0
-
-
-class _Converted:
-    """A number for operations with many tensors, converted once for each device and dtype: a conversion is a kernel."""
-
-    def __init__(self, number: Tensor | float) -> None:
-        self._number = number
-        self._known: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-
-    def __call__(self, tensor: Tensor) -> Tensor | float:
-        if not isinstance(self._number, Tensor):
-            return self._number
-        form = tensor.device, tensor.dtype
-        if form not in self._known:
-            self._known[form] = self._number.to(*form)
-        return self._known[form]
-
-
-def _like(loss: Tensor | MultiLoss, weight: Any) -> Any:
-    """Return the weight in the loss's precision. (Dividing an integer tensor would give float32.)"""
-    if not isinstance(weight, Tensor):
-        return weight
-    return weight.to(loss.dtype if isinstance(loss, Tensor) else next(iter(loss.values())).dtype)
-
-
-def _times(losses: MultiLoss, factors: Mapping[str, Any]) -> MultiLoss:
-    """Multiply each loss by its own factor, if it has one."""
-    scaled = {name: loss * _like(loss, factors[name]) if name in factors else loss for name, loss in losses.items()}
-    return MultiLoss(scaled, losses.loss_optimizer_map, losses.retain_graph_until_last)

@@ -194,7 +194,7 @@ class AlternatingTraining(Training):
             item = next(generator, None)
         if item is not None:
             optimizer, read = read_yielded(item, 1)
-            self.gradients.agree(read.loss, None)
+            self.gradients.own_weights.agree(read.loss, None)
             self._differentiate(_indices_of(self.loop.optimizer, optimizer), read.loss * 0.0)
 
 

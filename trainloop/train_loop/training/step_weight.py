@@ -15,9 +15,10 @@ from torch import Tensor
 
 from trainloop import distributed
 from trainloop.errors import ConfigurationError
+from trainloop.optim import MultiLoss
 from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
 
-__all__ = ["TINY", "StepWeight"]
+__all__ = ["TINY", "Converted", "StepWeight", "as_factor"]
 
 TINY = 1e-12
 """Least weight: if all weights are 0 (every token is padding), so are all gradients; dividing by 0 would make NaN."""
@@ -206,3 +207,26 @@ class StepWeight:
         """Return a zero of the most exact dtype of the device."""
         device = self._place.device  # created on the device: a copy from the CPU would wait for the device
         return torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
+
+
+class Converted:
+    """A number for operations with many tensors, converted once for each device and dtype: a conversion is a kernel."""
+
+    def __init__(self, number: Tensor | float) -> None:
+        self._number = number
+        self._known: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor | float:
+        if not isinstance(self._number, Tensor):
+            return self._number
+        form = tensor.device, tensor.dtype
+        if form not in self._known:
+            self._known[form] = self._number.to(*form)
+        return self._known[form]
+
+
+def as_factor(weight: Any, loss: Tensor | MultiLoss) -> Any:
+    """Return a weight in the loss's precision. (Dividing an integer tensor would give float32.)"""
+    if not isinstance(weight, Tensor):
+        return weight
+    return weight.to(loss.dtype if isinstance(loss, Tensor) else next(iter(loss.values())).dtype)

@@ -749,7 +749,7 @@ class Training(Run):
             yield
         if not idle:
             self._class_losses.add(self._functions[before:])
-            self.gradients.calls_class_losses |= len(self._functions) > before
+            self.gradients.own_weights.calls_class_losses |= len(self._functions) > before
 
     def functions_seen(self) -> None:
         """Called after a step: later steps of the epoch do without the mode if the graphs contain the divisors."""
