@@ -7,7 +7,7 @@ import gc
 import multiprocessing
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -328,6 +328,77 @@ def test_a_loader_that_continues_in_each_epoch_is_named_if_the_run_writes_checkp
     with pytest.warns(UserWarning, match=r"train_loader.left is the same iterator in each epoch.* in Steps") as caught:
         fit(callbacks=[ModelCheckpoint(tmp_path)])
     assert len(caught) == 1
+
+
+class TwoBatches(DataLoader):  # type: ignore[type-arg]
+    """A loader whose epoch is the next two batches."""
+
+    left: Any = None
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Any:
+        if self.left is None:
+            self.left = super().__iter__()
+        for _ in range(2):
+            yield next(self.left)
+
+
+class WholePasses(DataLoader):  # type: ignore[type-arg]
+    """A loader that keeps one iterator over its endless batch sampler, as timm's does."""
+
+    left: Any = None
+
+    def __len__(self) -> int:
+        return len(cast("Any", self.batch_sampler))
+
+    def __iter__(self) -> Any:
+        if self.left is None:
+            self.left = super().__iter__()
+        for _ in range(len(self)):
+            yield next(self.left)
+
+
+class Endless:
+    """Batches of indices that never end; the length is that of a pass."""
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from ([i, i + 1] for i in range(0, 12, 2))
+
+    def __len__(self) -> int:
+        return 6
+
+
+class Within:
+    """A loader that reads another one."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Any:
+        return iter(self.loader)
+
+
+@pytest.mark.parametrize("place", ["a copy of the loader", "within another", "whole passes"])
+def test_a_kept_iterator_is_found_where_it_is_read(
+    place: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    x = torch.ones(12, 3, dtype=torch.float64)
+    data = TensorDataset(x, x[:, :1])
+    loader: Any = TwoBatches(data, 2)
+    if place == "within another":
+        loader = Within(loader)
+    elif place == "whole passes":
+        loader = WholePasses(data, batch_sampler=Endless())
+    model = Net()
+    loop = TrainLoop(
+        *(model, loader, None, None, sgd(model), nn.MSELoss()), accelerator="cpu", progress_bar=False, seed=0
+    )
+    loop.fit(num_epochs=3, callbacks=[ModelCheckpoint(tmp_path)] if place == "within another" else [])
+    told = [str(w.message) for w in recwarn.list if "is the same iterator in each epoch" in str(w.message)]
+    assert len(told) == (0 if place == "whole passes" else 1)
 
 
 class FreshLoaders(AbstractCallback):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from io import IOBase
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from trainloop.data.loader.loaders import is_stream, plain_batches
+from trainloop.data.loader.loaders import has_own_length, is_stream, plain_batches
 from trainloop.data.order.columns import SplitBatches
-from trainloop.data.order.orders import length_of
+from trainloop.data.order.orders import length_of, parts_of_loader
 
 __all__ = ["KeptIterators", "LoaderMarks"]
 
@@ -102,16 +102,21 @@ class KeptIterators:
 
     Parameters
     ----------
-    loader
-        Any iterable of batches.
+    loaders
+        The user's loader, which may be any iterable of batches, and the copy of it that is read.
     name : str
         Name of the loader in messages.
     """
 
-    def __init__(self, loader: Any, name: str) -> None:
-        self._parts: dict[str, Any] = {} if type(loader) is DataLoader else {name: loader}
-        if is_stream(loader):
-            self._parts[f"{name}.dataset"] = loader.dataset
+    def __init__(self, loaders: Iterable[Any], name: str) -> None:
+        self._parts: dict[str, Any] = {}
+        for loader in loaders:
+            for path, part in parts_of_loader(loader).items():
+                is_loader = part is loader or isinstance(part, DataLoader)
+                if is_loader and type(part) is not DataLoader and not _repeats(part):
+                    self._parts[path.replace("loader", name, 1)] = part
+            if is_stream(loader):
+                self._parts[f"{name}.dataset"] = loader.dataset
         self._before: dict[str, Callable[[], Any]] = {}
 
     def after_epoch(self) -> str:
@@ -131,10 +136,19 @@ class KeptIterators:
             return ""
         return (
             f"{kept[0]} is the same iterator in each epoch, so an epoch continues where the last one ended. "
-            "Checkpoints do not contain this position, and it does not come back from ranks: a resumed run, and in ddp "
-            "and fsdp another fit, begin with the first batch. Define state_dict and load_state_dict in "
-            f"{type(own[kept[0]][0]).__name__} for the position, or create the iterator in __iter__."
+            "Checkpoints do not contain this position, and it stays in ranks, or in the copy of a loader that is read "
+            "with a seed: a resumed run, and then another fit, begin with the first batch. Define state_dict and "
+            f"load_state_dict in {type(own[kept[0]][0]).__name__} for the position, or create the iterator in __iter__."
         )
+
+
+def _repeats(loader: Any) -> bool:
+    """Return True for a loader of whole passes of one iterator, which never ends, such as timm's or ultralytics'."""
+    if is_stream(loader) or not has_own_length(loader):
+        return False
+    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    of_a_pass = [length_of(batches), length_of(getattr(batches, "sampler", None))]  # the endless one may have no length
+    return next((length for length in of_a_pass if length is not None), None) == length_of(loader)
 
 
 def _reference(value: Any) -> Callable[[], Any]:

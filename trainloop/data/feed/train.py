@@ -86,7 +86,7 @@ class TrainFeed:
         self._users_loader = loader.loader if isinstance(loader, SplitBatches) else loader
         self._seed = seed
         self._workers_dataset = WorkersDataset(name)
-        self._kept = KeptIterators(self._users_loader, name)
+        self._kept = KeptIterators([self._users_loader, self._source.loader], name)
         self._position = FeedPosition(
             self._source, self._users_loader, name, rank=rank, world_size=world_size, draws_globally=seed is None
         )
@@ -95,6 +95,11 @@ class TrainFeed:
     def loader(self) -> Any:
         """The loader that this rank reads: the user's, or its copy with this rank's sampler."""
         return self._source.loader
+
+    @property
+    def reads_copy(self) -> bool:
+        """True if this rank reads a copy of the user's loader."""
+        return self.loader is not self._users_loader
 
     @property
     def shared(self) -> loaders.Shared:

@@ -591,7 +591,7 @@ class Training(Run):
         self.stage = "done"
         self.display.end_epoch()  # before other output is printed
         self.feed.end_epoch()
-        if self.parallel or self._writes():
+        if self.parallel or self._writes() or self.feed.reads_copy:
             self.advice.once("iterator", self.feed.about_iterator)
         # Check this before spending time on an evaluation and another epoch with different weights on ranks.
         self.gradients.check_same_weights()
