@@ -321,6 +321,12 @@ class Calls(AbstractCallback):
         self.function(self.train_loop_obj.model.body.weight)
 
 
+def gradient_of_copy(p: Any) -> Any:
+    """Request a shard's gradient after a forward of its unit, which has used a gathered copy."""
+    with torch.enable_grad():
+        return torch.autograd.grad(p.full_tensor().detach().requires_grad_().sum(), p)
+
+
 @needs_fsdp_on_cpu
 @pytest.mark.long
 def test_what_hooks_cannot_do_with_shards_is_explained() -> None:
@@ -333,6 +339,7 @@ def test_what_hooks_cannot_do_with_shards_is_explained() -> None:
         (unknown, lambda p: p.data.renorm_(2, 0, 1.0)),
         (unknown, lambda p: torch.zeros((), dtype=p.dtype).add_(p.grad.norm())),  # an AssertionError without text
         (unknown, lambda p: p.grad.mul_(torch.ones(p.shape, dtype=p.dtype))),
+        (unknown, gradient_of_copy),
         (lost, lambda p: p.grad.__setitem__(slice(1), 0)),
         (lost, lambda p: p.grad[:2].fill_(0)),
         (lost, lambda p: p.grad[0].__imul__(0)),

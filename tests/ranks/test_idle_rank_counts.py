@@ -212,6 +212,58 @@ def test_a_count_of_steps_that_would_differ_between_ranks_is_warned_of(
     assert capfd.readouterr().err.count(said) == 1
 
 
+class CountsEvaluations(TTBasicModel):
+    """What an evaluation changes, in a loss that is the same in training and in evaluations."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+        self.kind, self.steps, self.by_name, self.seen = kind, 0, {"steps": 0}, 0.0
+        self.register_buffer("queue", torch.zeros(3))
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        scores = self.fc(x)
+        self.seen = float(scores.detach().sum())  # overwritten by each batch
+        if self.kind == "number" or (self.kind == "in training" and self.training):
+            self.steps += 1
+        elif self.kind == "in a dict":
+            self.by_name["steps"] += 1
+        elif self.kind == "buffer":
+            self.queue.lerp_(self.all_gather(scores.detach(), concat=True).mean(0), 0.5)
+        return criterion(scores, y)
+
+
+class ResetsCounts(CountsEvaluations):
+    def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
+        self.steps = 0
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "name"),
+    [
+        (CountsEvaluations, "number", "steps"),
+        (CountsEvaluations, "in a dict", "by_name['steps']"),
+        (CountsEvaluations, "buffer", "queue"),
+        (CountsEvaluations, "in training", None),
+        (ResetsCounts, "number", None),
+    ],
+)
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_a_count_or_a_buffer_that_an_evaluation_changes_is_warned_of(
+    model: Any, kind: str, name: str | None, mode: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data, net = TensorDataset(torch.randn(24, 4), torch.arange(24) % 3), model(kind)
+    loop = TrainLoop(
+        net, DataLoader(data, 4), DataLoader(data, 7), None, torch.optim.SGD(net.parameters(), lr=0.1),
+        nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu", devices=2, progress_bar=False,
+    )  # fmt: skip
+    loop.fit(2)
+    said = capfd.readouterr().err
+    assert said.count("an evaluation changes") == (name is not None)
+    assert name is None or f"an evaluation changes {name}, and each rank evaluates only some of the batches" in said
+
+
 class Contrastive(Counted):
     """Compares the rows of all ranks, and sums a number over them."""
 

@@ -38,6 +38,7 @@ _OF_SHARDS = (
     "sharding strategy",  # an operation that torch does not know for shards
     "sharded tensor",
     "numpy() is not supported for tensor subclasses",
+    "to not have been used in the graph",  # torch.autograd.grad, where the model was called: it used gathered copies
 )
 
 
@@ -81,7 +82,9 @@ def explain_sharded(error: Exception) -> None:
         raise ConfigurationError(
             "gpu_mode='fsdp': backward needs a module's gathered parameters again after they were freed. The usual "
             "cause is a gradient penalty (torch.autograd.grad(..., create_graph=True)) before another forward pass of "
-            f"the same loss. Compute the penalty after all forward passes, or use gpu_mode='ddp'. torch says: {text}"
+            "the same loss: compute the penalty after all forward passes. Another cause is an entry of a MultiLoss "
+            "that depends on a tensor which a block keeps as an attribute: return the tensor from the block's forward. "
+            f"Or use gpu_mode='ddp'. torch says: {text}"
         ) from error
 
 

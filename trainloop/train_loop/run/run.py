@@ -245,7 +245,7 @@ class Run:
         with self._evaluation(prefix, self.hooks, info) as recorder:
             feed = self._eval_feed(loader, name)
             own = self._refusing_exchanges(feed, feed.batches(self._padded(get_loss)))
-            batches = _before_hooks(own, self.hooks, recorder, info)
+            batches = _before_hooks(self.watched_evaluation(own, "loss"), self.hooks, recorder, info)
             rule, own_losses = sum_rule(self.loop.model, self.loop.criterion), self.loop.criterion is None
             end = mean_loss(batches, get_loss, recorder, name, rule, own_losses)
         # A user's evaluation in a callback must not overwrite the epoch's own val_loss.
@@ -339,8 +339,12 @@ class Run:
         with self._evaluation(prefix, hooks, dataset_info) as recorder:
             feed = self._eval_feed(loader, name)
             own = self._refusing_exchanges(feed, feed.batches(self._padded(forward)))
-            batches = _before_hooks(own, hooks, recorder, dataset_info)
+            batches = _before_hooks(self.watched_evaluation(own, "predictions"), hooks, recorder, dataset_info)
             yield feed, batches, get_predictions, end
+
+    def watched_evaluation(self, batches: Iterator[Any], kind: str) -> Iterator[Any]:
+        """Return the batches of a pass for losses or predictions; a training watches what the pass changes."""
+        return batches
 
     def _refusing_exchanges(self, feed: EvalFeed, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches; exchanges of the model in one that some rank does not have are errors."""

@@ -15,13 +15,16 @@ from trainloop._support.user_line import described_names, warn_or_print
 from trainloop.callbacks.base import overrides_of_user
 from trainloop.callbacks.monitor import Monitor
 from trainloop.data import StepBatches
+from trainloop.model import TTModel
 from trainloop.optim.parameters import named_trained_parameters, trained_modules
+from trainloop.parallel.sharded.shards import bit_sums
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.run.losses import BatchLoss
-from trainloop.train_loop.training.trained import hooked_parameters, not_optimized
+from trainloop.train_loop.training.trained import changing_buffers, hooked_parameters, not_optimized
 
 __all__ = ["Advice"]
 
+_COMPARED_BATCHES = 3  # of an evaluation
 _MANY_SKIPPED = 20  # from its initial value, AMP's scale needs 16 skipped steps to 1
 
 
@@ -190,6 +193,49 @@ class Advice:
             if issubclass(type(monitor), Monitor) and (text := monitor.about_name(loop, self._run.recorder.names)):
                 warn_or_print(text)
 
+    # -- in an evaluation --------------------------------------------------------------------------------------------
+
+    def evaluated(self, batches: Iterator[Any], kind: str) -> Iterator[Any]:
+        """Yield this rank's batches of a pass; in the first of its kind, warn of counts and buffers that it changes.
+
+        Ranks evaluate different batches, so these values differ from those in one process. Hooks of evaluations may
+        reset what a pass adds up, and numbers that do not grow evenly are mostly overwritten by each batch.
+        """
+        loop = self._run.loop
+        parts = [loop.model, *loop.callbacks]
+        hooks = ("on_evaluation_begin", "on_evaluation_end")
+        seen = f"evaluated {kind}"
+        if not self._run.parallel or not loop.is_global_zero or seen in self._given or "evaluated" in self._given:
+            yield from batches
+            return
+        self._given.add(seen)
+        if any(overrides_of_user(part, hook) for part in parts for hook in hooks):
+            yield from batches
+            return
+        trained = getattr(type(loop.model), "get_loss_eval", None) is TTModel.get_loss_eval and kind == "loss"
+        buffers = changing_buffers(loop.model) if trained else {}
+        bits = bit_sums(list(buffers.values()))
+        before, growths = _numbers(loop.model, loop.criterion, in_dicts=True), []
+        for number, item in enumerate(batches):
+            yield item
+            if number < _COMPARED_BATCHES:
+                after = _numbers(loop.model, loop.criterion, in_dicts=True)
+                growths.append({name: value - before.get(name, value) for name, value in after.items()})
+                before = after
+        even = growths[0] if growths else {}
+        counts = [n for n, one in even.items() if one == 1 or (one and len(growths) > 1)]
+        counts = [name for name in counts if all(growth.get(name) == even[name] for growth in growths)]
+        now = bit_sums(list(buffers.values()))
+        names = [*counts, *(name for name, own, then in zip(buffers, now, bits, strict=True) if own != then)]
+        if names:
+            self.once(
+                "evaluated",
+                f"an evaluation changes {described_names(names)}, and each rank evaluates only some of the batches, so "
+                "values differ from those in one process. If the training uses them (a count of steps, a queue), "
+                "change them only `if self.training:`, or set a count in a callback's on_batch_begin, from "
+                "tl.global_step. If they belong to evaluations, reset them in the model's on_evaluation_begin.",
+            )
+
     # -- at the end of an epoch --------------------------------------------------------------------------------------
 
     def nan(self, losses: dict[str, float]) -> None:
@@ -253,12 +299,15 @@ class _Skipped:
         return self._before
 
 
-def _numbers(model: nn.Module, criterion: Any) -> dict[str, float]:
+def _numbers(model: nn.Module, criterion: Any, *, in_dicts: bool = False) -> dict[str, float]:
     """Return the public attributes of a model, a criterion and their modules that are numbers, by path."""
-    return {
-        f"{path}.{name}".lstrip("."): value
+    named = [
+        (f"{path}.{name}".lstrip("."), value)
         for module in trained_modules(model, criterion)
         for path, part in module.named_modules()
         for name, value in vars(part).items()
-        if type(value) in (int, float) and not name.startswith("_")
-    }
+        if type(value) in (int, float, dict) and not name.startswith("_")
+    ]
+    if in_dicts:
+        named += [(f"{name}[{key!r}]", v) for name, one in named if type(one) is dict for key, v in one.items()]
+    return {name: value for name, value in named if type(value) in (int, float)}

@@ -26,7 +26,14 @@ from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import cloned_gradient, comm_hooks_of
 from trainloop.parallel.sharded.shards import bit_sums, is_sharded
 
-__all__ = ["TrainedParameters", "about_eval_mode", "begin_training", "hooked_parameters", "not_optimized"]
+__all__ = [
+    "TrainedParameters",
+    "about_eval_mode",
+    "begin_training",
+    "changing_buffers",
+    "hooked_parameters",
+    "not_optimized",
+]
 
 # Seconds that a rank that changes requires_grad within an epoch waits for the others to do the same.
 _RENDEZVOUS_S = 300.0
@@ -211,7 +218,7 @@ class TrainedParameters:
         # Sums of bits, not of values: NaN is equal to itself, and no rounding hides a difference.
         sums = bit_sums(list(named.values()))
         shares_buffers = buffers_too and (not in_ddp or wrapper.broadcast_buffers)
-        buffers = {**_changing_buffers(self._model), **self._buffers_beside()} if shares_buffers else {}
+        buffers = {**changing_buffers(self._model), **self._buffers_beside()} if shares_buffers else {}
         settings = _settings_of(optimizers)
         of_callbacks = _of_callbacks(callbacks, {id(p) for p in (*own_parameters(self._model), *self._beside.values())})
         if not named and not buffers and not settings and not of_callbacks:
@@ -260,7 +267,7 @@ class TrainedParameters:
         return {
             f"criterion.{name}": buffer
             for module in criterion_modules(self._now_beside()[0])
-            for name, buffer in _changing_buffers(module).items()
+            for name, buffer in changing_buffers(module).items()
             if id(buffer) not in of_model
         }
 
@@ -357,7 +364,7 @@ def _warn_of_callbacks(names: list[str], sums: list[int]) -> None:
         )
 
 
-def _changing_buffers(model: nn.Module) -> dict[str, Tensor]:
+def changing_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that ``get_loss`` may change, by name, without BatchNorm's statistics."""
     return {
         name: buffer

@@ -735,6 +735,10 @@ class Training(Run):
         with around, refuse_exchanges(ranks) if refuses else _ALONE, self.advice.watching_counters(step, i):
             yield
 
+    def watched_evaluation(self, batches: Iterator[Any], kind: str) -> Iterator[Any]:
+        """Return the batches of a pass for losses or predictions; warn of what the pass changes."""
+        return self.advice.evaluated(batches, kind)
+
     @contextmanager
     def seeing_functions(self, *, idle: bool = False) -> Iterator[None]:
         """Attach divisors to the results of functions, as in ``F.cross_entropy(..., label_smoothing=0.1)``.
