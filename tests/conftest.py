@@ -59,6 +59,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if inside and not asked_for[inside[0]] else None
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let no property fail for being slow: two cores run several tests at once. (Tests on a GPU need no hypothesis.)"""
+    with contextlib.suppress(ImportError):
+        import hypothesis
+
+        hypothesis.settings.register_profile("shared cores", deadline=None)
+        hypothesis.settings.load_profile("shared cores")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run only the K-th (modulo N) of N parts of the tests")
     parser.addoption("--slow-part", metavar="K/N", help="of the slow tests run only the K-th (modulo N) of N parts")

@@ -131,7 +131,7 @@ plans = st.dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plan=plans, delays=st.dictionaries(st.integers(0, 2), st.sampled_from([0.0, 0.0002, 0.001]), max_size=3))
 def test_any_requests_at_any_speed_have_one_outcome(plan: Plan, delays: dict[int, float]) -> None:
     outcomes = run_all(shared(3), plan, 400, delays)

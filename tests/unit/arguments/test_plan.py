@@ -253,7 +253,7 @@ def planned(total: ResourceQuota, request_: dict[str, object]) -> Plan | None:
 
 
 @given(totals, requests)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_children_never_exceed_their_parent_and_all_that_runs_has_a_place(
     total: ResourceQuota, request_: dict[str, object]
 ) -> None:
@@ -293,7 +293,7 @@ def test_children_never_exceed_their_parent_and_all_that_runs_has_a_place(
 
 
 @given(totals, requests, st.integers(0, 20), st.integers(0, 4), st.integers(0, 20), st.integers(0, 10))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_more_is_never_refused_where_less_fits(
     total: ResourceQuota, request_: dict[str, object], cpus: int, gpus: int, trials: int, folds: int
 ) -> None:
@@ -407,7 +407,7 @@ def fits_by_trying_all(sizes: list[int], bins: int, full: int) -> bool:
 
 
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=7), st.integers(1, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_an_assignment_that_exists_is_found_on_the_fewest_devices(tenths: list[int], num_gpus: int) -> None:
     fractions = [tenth / 10 for tenth in tenths]
     if not fits_by_trying_all(tenths, num_gpus, 10):
@@ -423,7 +423,7 @@ def test_an_assignment_that_exists_is_found_on_the_fewest_devices(tenths: list[i
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_sixteen_requests_that_were_cut_from_whole_devices_fit_them_in_any_order(data: st.DataObject) -> None:
     num_gpus = data.draw(st.integers(1, 6))
     cuts = data.draw(st.lists(st.integers(1, 999), min_size=16 - num_gpus, max_size=16 - num_gpus, unique=True))

@@ -45,7 +45,7 @@ names = st.sampled_from(["loss", "a", "val/größe", "x" * 150])
 rows_of_scalars = st.lists(st.tuples(step_numbers, st.dictionaries(names, finite_or_not, max_size=4)), max_size=8)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows=rows_of_scalars)
 def test_same_bytes_as_tensorboard_s_records(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
     folder = tmp_path_factory.mktemp("events")

@@ -254,7 +254,6 @@ def test_inference_mode_leaves_slots_usable() -> None:
     assert recorder.finish_epoch().metrics == {"x": 2.0}
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 6), finite, st.integers(1, 64), st.booleans()), min_size=1, max_size=40))
 def test_flush_times_do_not_show(entries: list[tuple[int, float, int, bool]]) -> None:
     entries.sort(key=lambda entry: entry[0])
@@ -371,7 +370,7 @@ entries_of_a_rank = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(entries_of_a_rank, min_size=2, max_size=3))
 def test_ranks_may_log_anything(ranks: list[list[tuple[str, int, float, int, bool]]]) -> None:
     """Other metrics, in another order, or none: the values are those of one process that logged it all."""

@@ -59,7 +59,7 @@ def assert_close(reduced: list[Any], gathered: list[Any], greatest: float) -> No
 
 
 @pytest.mark.long
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(entries_of_a_rank, min_size=2, max_size=4))
 def test_sums_tell_the_same_as_gathering(ranks: list[list[tuple[str, str, int, float, float]]]) -> None:
     def work(recorder: Recorder, rank: int) -> Any:

@@ -117,7 +117,7 @@ plain = st.recursive(
 
 
 @given(plain)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_nesting_comes_back(value: Any) -> None:
     assert same(there_and_back(value), value)
 
