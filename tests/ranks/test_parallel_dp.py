@@ -128,11 +128,11 @@ class Rows(Tensor):
 
 
 @pytest.mark.parametrize(
-    "names, divided", [(["a", "b", "c", "d"], False), ({"id": [1, 2, 3, 4]}, False), ("text", True)]
+    "labels, divided", [(["a", "b", "c", "d"], False), ({"id": [1, 2, 3, 4]}, False), ("text", True)]
 )
-def test_a_tensor_whose_attributes_may_belong_to_its_rows_stays_whole(names: Any, divided: bool) -> None:
+def test_a_tensor_whose_attributes_may_belong_to_its_rows_stays_whole(labels: Any, divided: bool) -> None:
     rows = torch.arange(4.0).as_subclass(Rows)
-    rows.names = names
+    rows.labels = labels
     if divided:
         assert [len(part) for part in parts.scatter({"x": rows}, 2, length=4)[0].values()] == [2]
         return
