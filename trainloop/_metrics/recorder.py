@@ -424,7 +424,8 @@ class Recorder:
         return EpochEnd(steps, losses, metrics, attachments)
 
     def _new_steps(self, unfinished: int = 0) -> dict[str, Any]:
-        return {series.name: series.new_steps(unfinished) for series in self._series.values() if series.steps}
+        found = {series.name: series.new_steps(unfinished) for series in self._series.values() if series.steps}
+        return {name: entry for name, entry in found.items() if len(entry[1])}  # all may be of the unfinished step
 
     def _totals(self) -> dict[str, Any]:
         counted = [s for s in self._series.values() if s.count]

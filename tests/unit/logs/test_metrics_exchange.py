@@ -58,6 +58,22 @@ def assert_close(reduced: list[Any], gathered: list[Any], greatest: float) -> No
             assert value == pytest.approx(theirs[name], rel=0, abs=rounding, nan_ok=True)
 
 
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+def test_values_of_a_step_come_when_it_is_finished(reduce: Any) -> None:
+    """Also if a hook asks within the first step of a fit, such as early stopping every n steps in a second fit."""
+
+    def work(recorder: Recorder, rank: int) -> Any:
+        recorder.step = 5
+        log(recorder, "x", float(rank), reduce=reduce)
+        within = dict(recorder.exchange_steps(finished=4))
+        log(recorder, "x", float(rank), reduce=reduce)
+        return within, recorder.exchange_steps(finished=5)["x"][1].tolist()
+
+    expected = {"mean": 0.5, "max": 1.0}[reduce]
+    for found in both_ways(2, work):
+        assert found == [({}, [expected])] * 2
+
+
 @pytest.mark.long
 @settings(max_examples=60)
 @given(st.lists(entries_of_a_rank, min_size=2, max_size=4))
