@@ -13,10 +13,12 @@ from kit.small_loop import make_loop
 from torch import Tensor
 
 from trainloop import AbstractCallback, TTBasicModel
+from trainloop.callbacks import ModelCheckpoint
 
 losses: list[float] = []
 count = 0
 means = {"y": torch.zeros(())}
+added: int
 
 
 class Meter:
@@ -102,6 +104,47 @@ def test_of_several_ranks_the_values_of_rank_0_come_back() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("mode", ["single", "ddp", pytest.param("fsdp", marks=[needs_fsdp_on_cpu, pytest.mark.long])])
+def test_what_callbacks_add_to_the_loop_to_classes_and_to_modules_comes_back(mode: str) -> None:
+    class Adds(AbstractCallback):
+        def on_epoch_end(self) -> None:
+            global added
+            loop: Any = self.train_loop_obj
+            loop.passes = getattr(loop, "passes", 0) + 1
+            loop.numbers.append(loop.epoch)
+            loop.weight = loop.model.fc.weight.detach().clone()
+            loop.__dict__.pop("former", None)
+            Adds.seen = getattr(Adds, "seen", 0) + 1  # type: ignore[attr-defined]
+            added = loop.epoch + 1
+
+    globals().pop("added", None)
+    loop: Any = make_loop(Net(), validation=False, gpu_mode=mode, **({} if mode == "single" else {"devices": 2}))
+    loop.numbers, loop.former = [7], 1
+    numbers = loop.numbers
+    loop.fit(num_epochs=2, callbacks=[Adds("adds")])
+    assert (loop.passes, loop.numbers, hasattr(loop, "former")) == (2, [7, 0, 1], False)
+    assert loop.numbers is numbers
+    torch.testing.assert_close(loop.weight, loop.model.fc.weight.detach(), rtol=0, atol=0)
+    assert (Adds.seen, added) == (2, 2)  # type: ignore[attr-defined]
+
+
+@pytest.mark.long
+def test_what_a_resumed_run_lacks_of_the_loop_is_named(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    def fit(epochs: int, **resume: Any) -> None:
+        class Best(AbstractCallback):
+            def on_epoch_end(self) -> None:
+                self.train_loop_obj.best = self.train_loop_obj.history["loss"][-1]  # type: ignore[attr-defined]
+
+        loop: Any = make_loop(Net(), validation=False)
+        loop.best = 0.5
+        loop.fit(num_epochs=epochs, callbacks=[Best("best"), ModelCheckpoint(tmp_path)], **resume)
+
+    fit(1)
+    recwarn.clear()
+    fit(2, resume_from="last")
+    assert any("tl.best" in str(w.message) for w in recwarn.list)
+
+
 def test_large_values_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(means, "y", torch.zeros(2**19))
     large = means["y"]

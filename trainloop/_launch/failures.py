@@ -320,8 +320,8 @@ def is_about_memory(error: BaseException) -> bool | None:
 
 
 _IN_HOOKS = (
-    "Evaluations, predictions and operations on sharded parameters in hooks must run on every rank, too, not under "
-    "`if rank == 0:`."
+    "Calls of the model, evaluations, predictions and operations on sharded parameters in hooks must run on every "
+    "rank, too, not under `if rank == 0:`."
 )
 # Frames of torch's exchanges for a unit of fsdp.
 _IN_UNIT = "_fully_shard"

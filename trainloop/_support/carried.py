@@ -35,12 +35,16 @@ def check_carried(model: nn.Module, gpu_mode: str) -> None:
         If it is malformed; in ``dp``, which creates new replicas for each batch; or if it names a buffer or parameter,
         which DDP copies from rank 0.
     """
-    for path, module, name, dim in places_of(model):
-        if not isinstance(dim, int) or not hasattr(module, name):
-            raise ConfigurationError(
-                f"carried_state={dict(names_of(module))!r} of {type(module).__name__}: must be a dict that maps the "
-                f"name of an attribute (set in __init__: self.{name} = None) to its batch dimension (an int)."
-            )
+    for module in model.modules():
+        names = names_of(module)
+        own = names if isinstance(names, Mapping) else {"hidden": None}
+        for name, dim in own.items():
+            if not isinstance(dim, int) or not hasattr(module, name):
+                raise ConfigurationError(
+                    f"carried_state={names!r} of {type(module).__name__}: must be a dict that maps the name of an "
+                    f"attribute (set in __init__: self.{name} = None) to its batch dimension (an int)."
+                )
+    for path, module, name, _ in places_of(model):
         if name in module._buffers or name in module._parameters:
             raise ConfigurationError(
                 f"carried_state names {path}, which is a buffer or parameter, so ranks would get rank 0's value. Make "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from trainloop.errors import ConfigurationError
 from trainloop.extending import import_extra
@@ -327,6 +327,24 @@ def learn_rows(make_loop: Callable[..., Any], params: Mapping[str, Any]) -> tupl
             "Pass targets (one per row) or data=(x, y) to tune, or build the loader with Subset(data, fold.train)."
         )
     return len(part.dataset), _targets_of(part.dataset)
+
+
+def check_rows(made: Any, fold: Fold | None, rows: int | None) -> None:
+    """Raise an error if the folds were made for another number of rows than that of the dataset that a loop trains on.
+
+    Raises
+    ------
+    ConfigurationError
+        If the loop trains on the fold's rows of a dataset with another number of rows than ``targets`` or ``data``.
+    """
+    part: Any = getattr(getattr(made, "train_loader", None), "dataset", None)
+    if rows is None or fold is None or type(part) is not Subset or not np.array_equal(part.indices, fold.train):
+        return
+    if hasattr(part.dataset, "__len__") and len(part.dataset) != rows:
+        raise ConfigurationError(
+            f"tune got {rows} rows (targets, or y of data), but the dataset in make_loop has {len(part.dataset)}. Pass "
+            "a target for each row of the dataset."
+        )
 
 
 def _targets_of(dataset: Any) -> Any:

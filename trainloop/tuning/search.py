@@ -235,7 +235,7 @@ def tune(
             held = lease_total(division.total, lease_timeout_s, undo)
             runner = LocalBackend(preload if sys.platform == "linux" else ())
         undo.callback(runner.close)
-        work = {"make_loop": make_loop, "fit_args": fit_args, "data": data, "metric": metric}
+        work = {"make_loop": make_loop, "fit_args": fit_args, "data": data, "metric": metric, "rows": length}
         search = _Search(
             *(store, division, proposals, runner, held, work, chosen_seed, mode, deadline, keep == "all"),
             View(division, mode, progress),

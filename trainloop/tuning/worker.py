@@ -150,6 +150,7 @@ def _train(job: Job, folder: Path) -> None:
             return
         fold = work["folds"][job.fold] if work["folds"] is not None else None
         made = work["make_loop"](dict(params), fold)
+        fitting.check_rows(made, fold, work["rows"])
         outcome = fitting.fit(
             made, fold=fold, data=work["data"], fit_args=work["fit_args"], params=params, metric=work["metric"]
         )

@@ -150,6 +150,11 @@ def test_what_can_not_be_carried_is_refused() -> None:
     model.carried_state = {"state": 1}  # type: ignore[misc]
     with pytest.raises(ConfigurationError, match=r"carried_state=\{'state': 1\} of Recurrent.*self.state = None"):
         loop_of(model).fit(num_epochs=1)
+    for wrong in (("hidden",), "hidden"):
+        model.carried_state = wrong  # type: ignore[assignment, misc]
+        with pytest.raises(ConfigurationError, match=r"carried_state=.*'hidden'.* of Recurrent: must be a dict"):
+            loop_of(model).fit(num_epochs=1)
+    model.carried_state = {"state": 1}  # type: ignore[misc]
     model.register_buffer("state", None)
     with pytest.raises(ConfigurationError, match="names state, which is a buffer"):
         loop_of(model).fit(num_epochs=1)

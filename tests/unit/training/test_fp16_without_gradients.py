@@ -34,6 +34,14 @@ class Yielding(Two):
         yield from super().get_loss(batch_data, criterion, device).items()
 
 
+class Apart(Two):
+    """With the second network frozen, the second loss has no graph."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        x, y = batch_data
+        return MultiLoss({"a": criterion(self.a(x), y), "b": criterion(self.b(x), y)})
+
+
 class Freeze(AbstractCallback):
     """Freezes a network for the first steps."""
 
@@ -116,3 +124,10 @@ def test_an_optimizer_whose_steps_are_all_skipped_is_named(cls: type[Two]) -> No
         a, b = trained(cls, frozen=False)
     assert torch.equal(b, before)
     assert not torch.equal(a, cls().a.weight)
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_a_loss_of_a_frozen_network_alone_is_no_error(fp16: bool) -> None:
+    (one, frozen), (other, trained_) = trained(Apart, frozen=True, fp16=fp16), trained(Apart, frozen=False, fp16=fp16)
+    assert torch.equal(one, other)
+    assert not torch.equal(frozen, trained_)

@@ -554,6 +554,11 @@ def test_the_number_of_optimizer_steps_is_known_before_fit() -> None:
         loop.num_optimizer_steps()
     assert loop.num_optimizer_steps(num_epochs=2) == 2 * STEPS_PER_EPOCH
     assert loop.num_optimizer_steps(num_epochs=2, grad_accumulation=3) == 2 * 3  # 3, 3 and 1 micro-batches
+    for wrong in ({"num_epochs": -1}, {"num_epochs": 1.5}, {"num_iterations": True}, {"grad_accumulation": 0}):
+        with pytest.raises(ConfigurationError, match=f"{next(iter(wrong))}=.*must be an int"):
+            loop.num_optimizer_steps(**{"num_epochs": 2, **wrong})
+    with pytest.raises(ConfigurationError, match="num_epochs or num_iterations, not both"):
+        loop.num_optimizer_steps(num_epochs=1, num_iterations=2)
     assert loop.num_optimizer_steps(num_iterations=9, grad_accumulation=3) == 3 + 1
     of_ranks = make_loop(gpu_mode="ddp", accelerator="cpu", devices=2)
     assert of_ranks.num_optimizer_steps(num_epochs=1) == 4  # 101 samples, 32 a step

@@ -270,6 +270,17 @@ def fit(made: Any, **changed: Any) -> fitting.Outcome:
     return fitting.fit(made, **{**options, **changed})
 
 
+@pytest.mark.parametrize("number", [29, 30, 31])
+def test_targets_of_another_length_than_the_dataset_are_an_error(number: int) -> None:
+    fold = Fold(0, 2, np.arange(20), np.arange(20, 30))
+    loader = DataLoader(Subset(TensorDataset(torch.ones(30, 1)), fold.train.tolist()))
+    if number == 30:
+        fitting.check_rows(SimpleNamespace(train_loader=loader), fold, number)
+        return
+    with pytest.raises(ConfigurationError, match=f"tune got {number} rows .* the dataset in make_loop has 30"):
+        fitting.check_rows(SimpleNamespace(train_loader=loader), fold, number)
+
+
 def test_an_estimator_trains_on_the_fold_s_rows_and_is_scored_on_the_others() -> None:
     x, y = rows()
     fold = fold_of((x, y))

@@ -23,8 +23,8 @@ from trainloop.optim.optimizers import note_steps_elsewhere, optimizers_of
 from trainloop.optim.parameters import own_parameters, trained_modules
 from trainloop.parallel.sharded.shards import is_mark_of_sharding
 from trainloop.parallel.transparent import attributes_of
-from trainloop.train_loop.progress.loop_state import LoopState
-from trainloop.train_loop.saving.script_values import script_values
+from trainloop.train_loop.progress.loop_state import LoopState, added_attributes
+from trainloop.train_loop.saving.script_values import put_script_values, script_values
 
 __all__ = ["CallerSide", "RankSide", "loaders_of"]
 
@@ -89,6 +89,7 @@ def _parts(loop: LoopState) -> dict[str, Any]:
     roots.update(
         (f"modules.{root}.{path}.{name}", value) for (root, path, name), value in _plain_attributes(loop).items()
     )
+    roots.update((f"tl.{name}", value) for name, value in added_attributes(loop).items())
     roots.update((path, own.value) for path, own in script_values(loop).items())
     optimizers = [loop.optimizer, *optimizers_of(loop.optimizer)]
     own = [loop.criterion, *optimizers] if not isinstance(loop.criterion, nn.Module) else optimizers
@@ -169,6 +170,8 @@ class RankSide:
         self._attributes = {
             key: fingerprint(value, self.known, fixed=True) for key, value in _plain_attributes(loop).items()
         }
+        added = added_attributes(loop)
+        self._added = {name: fingerprint(value, self.known, fixed=True) for name, value in added.items()}
         attributes = _tensor_attributes(loop)
         self._of_tensors = {key: fingerprint(own, self.known, fixed=True) for key, own in attributes.items()}
         script = script_values(loop)
@@ -210,6 +213,8 @@ class RankSide:
             },
             "structures": structures,
             "settings": self._changed_settings(),
+            "added": self._changed_additions(),
+            "deleted of loop": [name for name in self._added if name not in vars(loop)],
             "warnings": self._about_loaders(),
             "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop) if not t.is_meta},
             "attributes": changed,
@@ -265,6 +270,7 @@ class RankSide:
             "modules": "module {0[1]!r}, added in training,",
             "structures": "module {0[1]!r}, changed in training,",
             "settings": "tl.{0}, assigned in training,",
+            "added": "tl.{0}, assigned in training,",
             "attributes": "model attribute {0[2]!r}",
             "attributes of tensors": "an attribute of {0[1]}, set in training,",
             "script": "{0}, changed in training,",
@@ -297,6 +303,16 @@ class RankSide:
             name: value
             for name, value in now.items()
             if value is not self._settings[name]
+            and self._can_send(value, f"tl.{name}, assigned in training, can't be pickled")
+        }
+
+    def _changed_additions(self) -> dict[str, Any]:
+        """Return the attributes of the loop that hooks have added, or have assigned or changed in place."""
+        return {
+            name: value
+            for name, value in added_attributes(self._loop).items()
+            if self.parts.get(f"tl.{name}") is not value  # otherwise its changes are among those of the parts
+            and fingerprint(value, self.known) != self._added.get(name, _MISSING)
             and self._can_send(value, f"tl.{name}, assigned in training, can't be pickled")
         }
 
@@ -372,14 +388,13 @@ def _receive(loop: LoopState, state: dict[str, Any], callbacks: list[Any]) -> No
     _put_plain_attributes(loop, state["attributes"], state["deleted"])
     for key, tensor in _tensors(loop):
         vars(tensor).update(state["attributes of tensors"].get(key, {}))
-    script = script_values(loop)
-    for path, value in state["script"].items():
-        if path in script:
-            script[path].put(value)
+    put_script_values(loop, state["script"])
     set_generator_states(loaders_of(loop), state["generators"])
     loop.history.load_state_dict(state["history"])
     loop.scaler_state = state["scaler"]
-    loop.note(**state["settings"])
+    loop.note(**state["settings"], **state["added"])
+    for name in state["deleted of loop"]:
+        vars(loop).pop(name, None)
     for name, value in state["counters"].items():
         setattr(loop, name, value)
     for callback, saved, names in zip(callbacks, state["callbacks"], state["deleted of callbacks"], strict=True):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainloop._support.keywords import attribute_hint, nearest
 from trainloop._support.user_line import warn
+from trainloop._transfer.torch_objects import kept_attributes
 from trainloop.callbacks.arguments import number_of
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.callbacks.loop import ASSIGNABLE, refusal
@@ -391,13 +392,21 @@ class LoopState:
         Raises
         ------
         ConfigurationError
-            If there is no ``train_loader``, or the length of the training is unknown.
+            If an argument is out of range, if there is no ``train_loader``, or if the length of the training is
+            unknown.
 
         Examples
         --------
         >>> tl.num_optimizer_steps(num_epochs=10, grad_accumulation=4)                        # doctest: +SKIP
         390
         """
+        given = {"num_epochs": num_epochs, "num_iterations": num_iterations}
+        for name, value in given.items():
+            check.check_count(0 if value is None else value, name, 0)
+        if num_epochs and num_iterations:
+            raise ConfigurationError("num_optimizer_steps: pass num_epochs or num_iterations, not both.")
+        if grad_accumulation is not None:
+            check.check_count(grad_accumulation, "grad_accumulation", 1)
         epochs, iterations = num_epochs or 0, num_iterations or 0
         if not epochs and not iterations:
             epochs, iterations = self.num_epochs, self.num_iterations
@@ -506,6 +515,16 @@ class LoopState:
         # Process groups, open files and running iterators are valid in this process only.
         here: dict[str, Any] = {"running": None, "cut_marks": None, "worker_marks": []}
         return {**self.__dict__, **here, "progress": replace(self.progress, found_inf=[])}
+
+
+def added_attributes(loop: LoopState) -> dict[str, Any]:
+    """Return the attributes of a loop that callbacks, users and subclasses have added, and that are pickled."""
+    own = vars(loop)
+    return {
+        name: value
+        for name, value in kept_attributes(loop).items()
+        if name not in _OWN and name not in ASSIGNABLE and own.get(name) is value
+    }
 
 
 # Arguments of fit, which may be assigned only while it runs: each call of fit sets them again.

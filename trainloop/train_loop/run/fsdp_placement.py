@@ -174,17 +174,17 @@ class ShardedPlacement(Placement):
         """Send rank 0's buffers to all ranks."""
         self.wrapper.share_buffers()
 
-    def make_whole(self, callbacks: Iterable[Any]) -> None:
-        """On ranks that send state back, gather sharded tensors that callbacks keep, even in dicts and lists."""
-        callbacks = list(callbacks)
+    def make_whole(self, kept: Iterable[dict[str, Any]]) -> None:
+        """On ranks that send state back, gather sharded tensors in these attributes, even in dicts and lists."""
+        kept = list(kept)
         found: dict[int, Any] = {}
-        _map_kept(callbacks, lambda tensor: found.setdefault(id(tensor), tensor))
+        _map_kept(kept, lambda tensor: found.setdefault(id(tensor), tensor))
         of_model: dict[int, Any] = self.wrapper.former_parameters()  # the caller's callbacks get the caller's own
         shards = [tensor for key, tensor in found.items() if key not in of_model and is_sharded(tensor)]
         file = result_file()
         whole_ones = map(gathered, shards) if file is None else _in_file(shards, file)
         made = of_model | dict(zip(map(id, shards), whole_ones, strict=True))
-        _map_kept(callbacks, lambda tensor: made.get(id(tensor), tensor))
+        _map_kept(kept, lambda tensor: made.get(id(tensor), tensor))
 
     @property
     def evaluated(self) -> Any:
@@ -192,17 +192,17 @@ class ShardedPlacement(Placement):
         return self.wrapper
 
 
-def _map_kept(callbacks: Iterable[Any], function: Callable[[Tensor], Any]) -> None:
-    """Replace each tensor that callbacks keep by ``function(tensor)``."""
-    for callback in callbacks:
-        for name, value in list(vars(callback).items()):
+def _map_kept(kept: Iterable[dict[str, Any]], function: Callable[[Tensor], Any]) -> None:
+    """Replace each tensor in these attributes by ``function(tensor)``."""
+    for attributes in kept:
+        for name, value in list(attributes.items()):
             if isinstance(value, dict):
                 for key, item in list(value.items()):  # Counter.update would add
                     value[key] = _map_shards(item, function)
             elif type(value) is list:
                 value[:] = [_map_shards(item, function) for item in value]
             elif is_sharded(value):
-                setattr(callback, name, function(value))
+                attributes[name] = function(value)
 
 
 def _map_shards(value: Any, function: Callable[[Tensor], Any]) -> Any:

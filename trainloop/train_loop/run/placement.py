@@ -136,8 +136,8 @@ class Placement:
         if isinstance(self.wrapper, TTDistributedDataParallel):
             self.wrapper.share_buffers()
 
-    def make_whole(self, callbacks: Iterable[Any]) -> None:
-        """At the end of ``fsdp``, gather the sharded tensors that callbacks keep, so that the caller can use them."""
+    def make_whole(self, kept: Iterable[dict[str, Any]]) -> None:
+        """At the end of ``fsdp``, gather the sharded tensors in these attributes, so that the caller can use them."""
 
     @property
     def evaluated(self) -> Any:

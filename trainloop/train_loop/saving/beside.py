@@ -25,7 +25,7 @@ from trainloop.data.order.orders import as_generator, generators_of, has_state
 from trainloop.optim.optimizers import optimizers_of
 from trainloop.optim.parameters import criterion_modules, named_trained_parameters, trained_parameters
 from trainloop.parallel.sharded.shards import bit_sums
-from trainloop.train_loop.progress.loop_state import LoopState
+from trainloop.train_loop.progress.loop_state import LoopState, added_attributes
 from trainloop.train_loop.saving.script_values import script_values
 
 __all__ = ["Beside", "saved_names", "warn_of_lost"]
@@ -115,6 +115,8 @@ class Beside:
                     self._add_attributes(f"{path}.{type(hook).__name__}".lstrip("."), hook)
 
     def _add_others(self, loop: LoopState) -> None:
+        for name, value in added_attributes(loop).items():
+            self._add(f"tl.{name}", value)
         if not isinstance(loop.criterion, nn.Module):
             self._add_attributes("criterion", loop.criterion)
         for i, optimizer in enumerate(optimizers := optimizers_of(loop.optimizer)):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from trainloop.optim.optimizers import optimizers_of
 from trainloop.optim.parameters import trained_modules
 from trainloop.train_loop.progress.loop_state import LoopState
 
-__all__ = ["ScriptValue", "script_values"]
+__all__ = ["ScriptValue", "put_script_values", "script_values"]
 
 _MOST_BYTES, _MOST_ITEMS = 2**20, 100_000  # larger values are data
 _ATOMS = (float, complex, str, bytes, np.generic)
@@ -89,6 +90,19 @@ def script_values(loop: LoopState) -> dict[str, ScriptValue]:
             else:
                 add(f"{function.__module__}.{name}", ScriptValue(holders[name], name, value))
     return found
+
+
+def put_script_values(loop: LoopState, values: Mapping[str, Any]) -> None:
+    """Assign the values of another process's :func:`script_values`, also those that this process does not have yet."""
+    found = script_values(loop)
+    classes = {f"{cls.__module__}.{cls.__name__}": cls for cls in reversed(_classes_of(loop))}
+    for path, value in values.items():
+        of, _, name = path.rpartition(".")
+        holder = classes.get(of, sys.modules.get(of))
+        if path in found:
+            found[path].put(value)
+        elif holder is not None and not name.endswith("'"):  # one of several of this name
+            setattr(holder, name, value)
 
 
 def _classes_of(loop: LoopState) -> list[type]:

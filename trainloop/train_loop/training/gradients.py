@@ -413,6 +413,8 @@ class Gradients:
     def backward_into(self, backward: Callable[..., None], *optimizers: torch.optim.Optimizer) -> None:
         """Call ``backward(inputs=...)`` for parameters of these optimizers; other parameters keep their gradients."""
         own = [p for optimizer in optimizers for p in parameters_of(optimizer) if p.requires_grad]
+        if not own:  # all are frozen; torch rejects an empty list of inputs
+            return
         if not self._place.collective:
             backward(inputs=own)
             return

@@ -185,7 +185,7 @@ class AlternatingTraining(Training):
         backward = self.place.scaler.scale(loss).backward
         if len(self.gradients.optimizers) == 1:
             backward()
-        elif any(p.requires_grad for o in chosen for p in parameters_of(o)):  # torch rejects an empty list of inputs
+        else:
             self.gradients.backward_into(backward, *chosen)
 
     def _zero_backward(self, generator: Generator[Any, None, None]) -> None:

@@ -50,7 +50,7 @@ from trainloop.parallel.sharded.misuse import is_compiled
 from trainloop.train_loop.arguments.checks import check_loader
 from trainloop.train_loop.arguments.options import End, FitJob
 from trainloop.train_loop.progress.ending import described_ends, described_signals, has_work_at_end
-from trainloop.train_loop.progress.loop_state import LoopState
+from trainloop.train_loop.progress.loop_state import LoopState, added_attributes
 from trainloop.train_loop.progress.running import Stage
 from trainloop.train_loop.progress.timings import StepClock, Timings
 from trainloop.train_loop.run.idle import refuse_exchanges
@@ -204,7 +204,9 @@ class Training(Run):
             if self.place.collective:  # the caller's optimizer has no place for it
                 own = collect.own_optimizer_states(loop)
                 loop.note(own_optimizer_states=distributed.gather_object(own))
-            self.place.make_whole(loop.callbacks)
+            added = added_attributes(loop)
+            self.place.make_whole([*map(vars, loop.callbacks), added])
+            loop.note(**added)
             self.place.share_buffers()  # under torchrun each rank returns a model
         except BaseException as exception:
             display.end_epoch()
