@@ -4,7 +4,8 @@
   :func:`check_counts`, :func:`check_flags`, :func:`require_loader`, :func:`import_extra`
 * hooks: :func:`logs_nothing` for a hook that sends values instead of logging them; :class:`Saver` for a callback that
   writes between steps
-* values: :class:`Tracker`, which collects step and epoch values for a service
+* values: :class:`Tracker`, which collects step and epoch values for a service; :func:`lower_is_better` for a metric's
+  name
 * messages: :func:`warn`, which warns at the user's line
 * optimizers: :func:`optimizers_of`, and :func:`groups_with_rates` for the learning rates of all groups
 """
@@ -15,6 +16,7 @@ from trainloop._support.distribution import import_extra
 from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import check_counts, check_flags, count_of, dict_of, number_of, path_of, texts_of
 from trainloop.callbacks.base import Saver, logs_nothing, require_loader
+from trainloop.callbacks.monitor import lower_is_better
 from trainloop.callbacks.reports.trackers import Tracker
 from trainloop.callbacks.weights.train_schedule import groups_with_rates
 from trainloop.optim.optimizers import optimizers_of
@@ -29,6 +31,7 @@ __all__ = [
     "groups_with_rates",
     "import_extra",
     "logs_nothing",
+    "lower_is_better",
     "number_of",
     "optimizers_of",
     "path_of",

@@ -27,6 +27,7 @@ from kit.ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 
@@ -232,6 +233,39 @@ def unused_is_explained() -> dict[str, str]:
     return facts
 
 
+def changed_after_wrapping() -> dict[str, str]:
+    """Changes of parameters after which torch's DDP names others, or averages no gradients without a word."""
+
+    def frozen() -> None:
+        wrapper = TTDistributedDataParallel(Net())
+        wrapper.head.requires_grad_(False)
+        for _ in range(2):
+            wrapper.get_loss(batch_of(0), nn.CrossEntropyLoss(), CPU).backward()
+
+    def converted(convert: Callable[[Any], Any]) -> Callable[[], Any]:
+        def call() -> None:
+            wrapper = TTDistributedDataParallel(Net())
+            convert(wrapper)
+            wrapper(batch_of(0)[0].to(wrapper.scale.dtype)).sum().backward()
+
+        return call
+
+    calls = {
+        "frozen": frozen,
+        "wrapper": converted(lambda wrapper: wrapper.bfloat16()),
+        "part": converted(lambda wrapper: wrapper.module.head.half()),
+        "unchanged": converted(lambda wrapper: wrapper.cpu().to("cpu")),
+    }
+    facts = {}
+    for name, call in calls.items():
+        try:
+            call()
+            facts[name] = "no error"
+        except (RuntimeError, ConfigurationError) as e:
+            facts[name] = str(e)
+    return facts
+
+
 def evaluation_exchanges_nothing() -> dict[str, Any]:
     """Rank 1 evaluates one batch, rank 0 three: any exchange would hang or mix up."""
     wrapper = TTDistributedDataParallel(WithBatchNorm())
@@ -293,6 +327,7 @@ def ddp_scenario() -> dict[str, Any]:
     facts["ragged"] = ragged_steps()
     facts["by hand"] = gradients_reduced_by_hand()
     facts["unused is explained"] = unused_is_explained()
+    facts["changed"] = changed_after_wrapping()
     facts["evaluation"] = evaluation_exchanges_nothing()
     facts["forward"] = forward_as_ddp()
     facts["record"] = static_graph_with_a_record()
@@ -379,6 +414,15 @@ def test_unused_parameters_are_named_with_the_mend(two_ranks: list[dict[str, Any
             assert "in the last backward: unused.weight, unused.bias." in message
             assert "fit(..., ddp_model_args={'find_unused_parameters': True})" in message
             assert "Expected to have finished reduction in the prior iteration" in message
+
+
+def test_changes_after_wrapping_are_errors(two_ranks: list[dict[str, Any]]) -> None:
+    for facts in two_ranks:
+        said = facts["changed"]
+        assert "in the last backward: head.weight, head.bias." in said["frozen"]
+        for name in ("wrapper", "part"):
+            assert "parameters has changed since TTDistributedDataParallel wrapped it" in said[name]
+        assert said["unchanged"] == "no error"
 
 
 def test_evaluation_exchanges_nothing(two_ranks: list[dict[str, Any]]) -> None:

@@ -11,13 +11,15 @@ from trainloop._support.keywords import nearest
 from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Monitor"]
+__all__ = ["Monitor", "lower_is_better"]
 
 Mode = Literal["auto", "min", "max"]
 
 _ALMOST_SAME = 0.9  # how similar a name must be to count as misspelt before the end of the epoch
 _NEAR = 0.75  # how similar a name must be for an error message to suggest it
 
+# scikit-learn's names of scorers for which greater is better. ("neg_loss" may be the loss of negative pairs.)
+_NEGATED = re.compile(r"(^|_)neg_(log_loss|brier_score|\w*(error|deviance))($|_)")
 # Words in names of metrics. The first group takes precedence, as in "accuracy_loss". As in scikit-learn, a higher
 # "score" is better.
 _LOWER_WINS = frozenset("loss error err brier".split())
@@ -71,7 +73,7 @@ class Monitor:
         check_mode(mode, owner)
         self.name = name
         self.owner = owner
-        by_name = _lower_is_better(name)
+        by_name = lower_is_better(name)
         self._minimize = {"min": True, "max": False, "auto": by_name}[mode]
         if judges and by_name not in (None, self._minimize):
             warn(
@@ -240,8 +242,16 @@ def _mode_of(minimize: bool) -> Mode:
     return "min" if minimize else "max"
 
 
-def _lower_is_better(name: str) -> bool | None:
-    """Return True if a name's words show that lower is better, False if higher is better, ``None`` if it is unclear."""
+def lower_is_better(name: str) -> bool | None:
+    """Return True if a metric's name shows that lower is better, False if higher is better, None if it is unclear.
+
+    Examples
+    --------
+    >>> lower_is_better("val_loss"), lower_is_better("val_f1"), lower_is_better("neg_log_loss")
+    (True, False, False)
+    """
+    if _NEGATED.search(name):
+        return False
     texts = name.lower() + " " + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()  # splits camel case, too
     words = {word for part in re.findall(r"[a-z]+[0-9]*", texts) for word in (part, part.rstrip("0123456789"))}
     if words & _LOWER_WINS:

@@ -138,6 +138,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             names = {len(parameters) - 1 - index: name for index, name in names.items()}
         super()._ddp_init_helper(parameters, sparse, names, static_graph)
         self._tt_reduced = list(zip(parameters, sparse, strict=True))
+        self._tt_kinds = _kinds_of(self._tt_reduced)
         for parameter, is_sparse in self._tt_reduced:
             if is_sparse:
                 # DDP divides its gradient in place. The gradient shares memory with the gradient of the layer's output,
@@ -219,6 +220,12 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         # torch rebuilds each container of a batch, which fails with a defaultdict and other subclasses of dict. The
         # loop's batches are on the GPU already, so that torch needn't see them.
+        if _kinds_of(self._tt_reduced) != self._tt_kinds:
+            raise ConfigurationError(
+                "the dtype or the device of the model's parameters has changed since TTDistributedDataParallel wrapped "
+                "it (by .float(), .half() or .to(), for example), so gradients would not be averaged over ranks. Make "
+                "the change before wrapping, or wrap the model again."
+            )
         hides = bool(self.device_ids) and self.mixed_precision is None and self._are_here((inputs, kwargs))
         if self._tt_marked:
             self._forget_used_parameters()
@@ -421,19 +428,18 @@ def comm_hooks_of(wrapper: DistributedDataParallel) -> Sequence[tuple[Any, Any]]
     return getattr(wrapper, "_comm_hooks", ())
 
 
+def _kinds_of(reduced: list[tuple[Tensor, bool]]) -> list[Any]:
+    """Return what the reducer's hooks depend on: they are lost if a parameter's ``.data`` gets another one."""
+    return [*(p.device for p, _ in reduced[:1]), *(p.dtype for p, _ in reduced)]
+
+
 def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> RuntimeError:
     """Add the parameters' names and advice to DDP's error about unused parameters; return any other error unchanged."""
     text = str(error)
     if "find_unused_parameters" not in text:
         return error
-    # in the order in which the reducer numbers parameters
-    names = [
-        name
-        for name, p in wrapper.module.named_parameters()
-        if p.requires_grad and name not in wrapper.parameters_to_ignore
-    ]
-    if wrapper._tt_reversed:
-        names.reverse()
+    known = {id(p): name for name, p in wrapper.module.named_parameters()}
+    names = [known.get(id(p), "a removed parameter") for p, _ in wrapper._tt_reduced]  # in the reducer's order
     found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", text)
     # The message has only positions of parameters, in the list that DDP gave to the reducer.
     indices = [int(index) for index in found[1].split()] if found else []

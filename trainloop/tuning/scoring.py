@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -33,6 +33,7 @@ class Scorer:
     name: str
     score_model: Callable[[Any, Any, Any], float]
     """scikit-learn's scorer, which calls a model to predict."""
+    greater_is_better: ClassVar[bool] = True
 
     @property
     def __name__(self) -> str:
@@ -68,8 +69,8 @@ def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -
     Returns
     -------
     callable
-        ``metric(y_true, predictions)``; use it with ``mode='max'``. It returns NaN if the score is undefined for the
-        rows: for example, rows of a single class have no area under the curve.
+        ``metric(y_true, predictions)``, of which ``tune`` takes the greatest. It returns NaN if the score is undefined
+        for the rows: for example, rows of a single class have no area under the curve.
 
     Raises
     ------

@@ -24,7 +24,7 @@ from trainloop._support.keywords import refuses_unknown, why_not
 from trainloop._support.output import bar_size, guarded_output
 from trainloop._support.scratch import remove, temporary_folder
 from trainloop.errors import ConfigurationError
-from trainloop.extending import check_flags, dict_of, number_of, path_of, texts_of, warn
+from trainloop.extending import check_flags, dict_of, lower_is_better, number_of, path_of, texts_of, warn
 from trainloop.resources import Plan, ResourceQuota, enforce, plan
 from trainloop.resources.gpus import child_mask, visible_devices
 from trainloop.resources.quota import checked_count
@@ -53,7 +53,7 @@ def tune(
     per_bag: ResourceQuota | None = None,
     per_model: ResourceQuota | None = None,
     metric: str | Callable[[Any, Any], float] = "val_loss",
-    mode: Literal["min", "max"] = "min",
+    mode: Literal["auto", "min", "max"] = "auto",
     backend: Literal["local", "ray"] = "local",
     seed: int | None = None,
     storage: str | os.PathLike[str] | None = None,
@@ -100,8 +100,10 @@ def tune(
         Name of a metric in the loop's history (its last value counts), or a function ``metric(y_true, y_pred)`` that
         scores the validation rows. For estimators, ``val_loss`` is log loss or mean squared error, and other names are
         those of scikit-learn's scorers.
-    mode : {'min', 'max'}
-        ``'min'`` if lower scores are better, ``'max'`` if higher scores are better.
+    mode : {'auto', 'min', 'max'}
+        ``'min'`` if lower scores are better, ``'max'`` if higher scores are better; ``'auto'`` decides by words in the
+        metric's name, such as ``loss`` or ``accuracy``, and takes ``'max'`` for a
+        :func:`~trainloop.tuning.scoring.scorer`.
     backend : {'local', 'ray'}
         This machine, or a Ray cluster (``pip install 'tt-trainloop[ray]'``).
     seed : int, optional
@@ -156,6 +158,7 @@ def tune(
         If the machine does not have the requested resources, or they do not become free in time.
     """
     _check_arguments(make_loop, mode, backend, keep, data, metric)
+    mode = _direction(metric, mode)
     fit_args = dict_of("tune", "fit_args", fit_args)
     check_flags("tune", parallel_folds=parallel_folds, progress=progress, trusted=trusted)
     number_of("tune", "time_limit_s", time_limit_s, above=0, optional=True)
@@ -218,6 +221,7 @@ def tune(
                 "folds": None if users_folds is None else digest(users_folds),
                 "metric": _name_of(metric),
                 "mode": mode,
+                "fit_args": {k: v for k, v in (fit_args or {}).items() if isinstance(v, (int, float, str))},
                 "seed": seed,
             },
             trusted=trusted,
@@ -267,16 +271,35 @@ def _check_arguments(make_loop: Any, mode: Any, backend: Any, keep: Any, data: A
             f"make_loop can't be called as make_loop(params, fold): {why}. Without folds, ``fold`` is None."
         )
     for name, value, known in (
-        ("mode", mode, ("min", "max")),
+        ("mode", mode, ("auto", "min", "max")),
         ("backend", backend, ("local", "ray")),
         ("keep", keep, ("best", "all")),
     ):
         if value not in known:
-            raise ConfigurationError(f"{name}={value!r}: must be {known[0]!r} or {known[1]!r}.")
+            raise ConfigurationError(f"{name}={value!r}: must be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}.")
     if not isinstance(metric, str) and not callable(metric):
         raise ConfigurationError(f"tune: metric={metric!r}: must be a name, or a function of targets and predictions.")
     if data is not None and (not isinstance(data, (tuple, list)) or len(data) != 2 or any(x is None for x in data)):
         raise ConfigurationError("data must be (x, y): arrays, tables or lists.")
+
+
+def _direction(metric: str | Callable[..., float], mode: Literal["auto", "min", "max"]) -> Literal["min", "max"]:
+    """Return the mode; ``'auto'`` is decided by the metric's name. Warn if the mode contradicts the name."""
+    name = _name_of(metric)
+    lower = False if hasattr(metric, "greater_is_better") else lower_is_better(name)
+    if mode == "auto":
+        if lower is None:
+            raise ConfigurationError(
+                f"tune: metric={name!r}: this name does not show whether lower or higher is better. Pass mode='min' or "
+                "mode='max'."
+            )
+        return "min" if lower else "max"
+    if lower is not None and lower != (mode == "min"):
+        warn(
+            f"tune: metric={name!r}, mode={mode!r}: by its name, {'lower' if lower else 'higher'} is better, so the "
+            f"worst trial would count as the best. Leave mode out, or ignore this if {mode!r} is right."
+        )
+    return mode
 
 
 def _described(values: Any) -> str:

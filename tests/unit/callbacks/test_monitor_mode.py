@@ -20,9 +20,10 @@ from trainloop.errors import ConfigurationError
 pytestmark = pytest.mark.filterwarnings("ignore:.*by its name, (lower|higher) is better")
 
 LOWER = """loss val_loss loss_kl ema_val_loss train_error val_rmse mae MSE nll test_nll perplexity val_ppl wer log_loss
-    accuracy_loss top5_error brier_score mean_absolute_error cross_entropy valLoss""".split()
+    accuracy_loss top5_error brier_score mean_absolute_error cross_entropy valLoss neg_loss""".split()
 HIGHER = """accuracy val_accuracy Accuracy valAccuracy acc f1 val_f1_macro auroc val/auc mAP map50 mIoU precision
-    recall@10 r2 r2_score bleu4 test_top1 score train_end_val_accuracy episode_reward""".split()
+    recall@10 r2 r2_score bleu4 test_top1 score train_end_val_accuracy episode_reward
+    val_neg_log_loss neg_mean_squared_error neg_mean_poisson_deviance""".split()
 UNKNOWN = ["grad_norm", "lr", "seconds", "weight", "mse_accuracy", "x"]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -23,12 +26,63 @@ from kit.loader_kinds import (
     indices,
 )
 from kit.simulated_ranks import SEED, each, global_state, rank_steps, same
+from numpy.random import mtrand
 from torch.utils.data import ConcatDataset, DataLoader, RandomSampler, StackDataset, Subset
 
 from trainloop.data import StepBatches, TrainFeed
+from trainloop.data.batch import randomness
 
 # Streams of single samples, each a row and its label.
 pytestmark = pytest.mark.filterwarnings("ignore:.*it may be one sample with a number")
+
+# -- in threads --------------------------------------------------------------------------------------------------------
+
+
+def test_threads_replace_the_generators_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, each would restore the other's generator, and numpy would crash when one of them is freed."""
+    monkeypatch.setattr(randomness, "_warned", False)
+    ours, draws, switch = mtrand.get_bit_generator(), {}, sys.getswitchinterval()
+
+    def draw(seed: int) -> None:
+        for _ in range(300):
+            with randomness.IsolatedRandomState(seed):
+                found = np.random.random_sample(), random.random(), float(torch.rand(()))
+            draws.setdefault(seed, set()).add(found)
+            np.random.get_state(legacy=False)
+
+    threads = [threading.Thread(target=draw, args=(seed,)) for seed in (1, 2)]
+    sys.setswitchinterval(1e-5)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(switch)
+    assert mtrand.get_bit_generator() is ours
+    assert [len(found) for found in draws.values()] == [1, 1]
+    assert sum("two loops with a seed run at the same time" in str(one.message) for one in caught) == 1
+
+
+def test_a_thread_that_waits_for_another_one_is_not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(randomness, "_PATIENCE_S", 0.05)
+    before = global_state()
+    done: list[bool] = []
+
+    def draw() -> None:
+        with randomness.IsolatedRandomState(1):
+            done.append(np.random.random_sample() > 0)
+
+    with warnings.catch_warnings(), randomness.IsolatedRandomState(2):
+        warnings.simplefilter("ignore")
+        thread = threading.Thread(target=draw)
+        thread.start()
+        thread.join()
+    assert done == [True]
+    assert global_state() == before
+
 
 # -- with a seed -------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from trainloop.resources import ResourceQuota, lease, plan
 from trainloop.tuning import BaggedPredictor, Choice, EstimatorLoop, Integers, Trial, TuneResult, Uniform, fitting, tune
 from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
 from trainloop.tuning.result import best_of
+from trainloop.tuning.scoring import scorer
 from trainloop.tuning.search import Running, View
 from trainloop.tuning.space import OptunaSearcher, make_searcher, parse_space
 from trainloop.tuning.storage import Storage, dumps, write
@@ -660,7 +661,7 @@ def test_parameters_of_any_type_are_kept_exactly_and_readably(tmp_path: Path) ->
     [
         ({"make_loop": 3}, ConfigurationError, "make_loop=3: must be callable"),
         ({"make_loop": lambda params: None}, ConfigurationError, r"make_loop\(params, fold\): too many positional"),
-        ({"mode": "lowest"}, ConfigurationError, "mode='lowest': must be 'min' or 'max'"),
+        ({"mode": "lowest"}, ConfigurationError, "mode='lowest': must be 'auto', 'min' or 'max'"),
         ({"backend": "dask"}, ConfigurationError, "backend='dask': must be 'local' or 'ray'"),
         ({"searcher": "bayes"}, ConfigurationError, "searcher='bayes'"),
         ({"space": {"a": 1}}, ConfigurationError, r"space\['a'\]=1"),
@@ -950,6 +951,43 @@ def test_out_of_fold_classes_are_not_cut_to_the_length_of_the_first_fold(tmp_pat
     assert sorted(whole.tolist()) == ["a", "b", "b", "longer"]
 
 
+@pytest.mark.parametrize(
+    ("metric", "given", "mode"),
+    [
+        ("val_loss", "auto", "min"),
+        ("val_accuracy", "auto", "max"),
+        ("neg_log_loss", "auto", "max"),
+        (scorer("neg_mean_squared_error"), "auto", "max"),
+        (scorer(lambda truth, predicted: 0.0), "auto", "max"),
+        ("weight", "max", "max"),
+        ("weight", "auto", "this name does not show whether lower or higher is better"),
+        (lambda truth, predicted: 0.0, "auto", "metric='<lambda>': this name does not show"),
+    ],
+)
+def test_the_metric_shows_which_trial_is_best(pretended: Pretended, metric: Any, given: str, mode: str) -> None:
+    if mode not in ("min", "max"):
+        with pytest.raises(ConfigurationError, match=mode):
+            pretend(metric=metric, mode=given)
+        return
+    found = pretend(metric=metric, mode=given)
+    scores = [trial.score for trial in found.trials]
+    assert found.mode == mode
+    assert found.best_score == (min(scores) if mode == "min" else max(scores))
+
+
+def test_a_mode_that_contradicts_the_metric_is_warned_of(pretended: Pretended) -> None:
+    with pytest.warns(UserWarning, match=r"metric='val_accuracy', mode='min': by its name, higher is better"):
+        assert pretend(metric="val_accuracy", mode="min").best_score == 0.0
+
+
+def test_other_arguments_of_fit_are_another_search(pretended: Pretended, tmp_path: Path) -> None:
+    pretend(storage=tmp_path / "s", fit_args={"num_epochs": 1, "callbacks": [object()]})
+    pretend(storage=tmp_path / "s", fit_args={"num_epochs": 1, "callbacks": [object()]})
+    with pytest.raises(ConfigurationError, match=r"contains a search with fit_args={'num_epochs': 1}, but this call"):
+        pretend(storage=tmp_path / "s", fit_args={"num_epochs": 20})
+
+
+@pytest.mark.filterwarnings("ignore:.*by its name, lower is better")
 @pytest.mark.long
 def test_own_folds_are_trained_and_rows_outside_of_them_are_missing(pretended: Pretended, tmp_path: Path) -> None:
     third = len(rows()[0]) // 3

@@ -7,14 +7,35 @@ the same if it is resumed in its middle, or loaded by another number of workers.
 
 from __future__ import annotations
 
+import os
 import random
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from trainloop._support.user_line import warn_or_print
+
 T = TypeVar("T")
+
+# The global generators can be replaced by one thread at a time.
+_replacing = threading.RLock()
+_PATIENCE_S = 10.0
+_warned = False
+# numpy's generators that are not in use. None is freed, because another thread may be reading it: numpy would crash.
+_free: list[np.random.MT19937] = []
+
+
+def _unlock_in_child() -> None:
+    global _replacing
+    _replacing = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock_in_child)
 
 
 def seed_cpu(seed: int) -> None:
@@ -39,6 +60,9 @@ class IsolatedRandomState:
     Each ``with`` takes about 30 microseconds, mostly for Python's state. numpy's generator is replaced, because copying
     its state would take three times as long. The only state lost is the second normal sample that ``np.random.randn``
     may have cached outside.
+
+    While another thread is inside such a context, a ``with`` waits, after a warning: the threads would restore each
+    other's states. If that thread stays inside, as it waits for this one, the ``with`` isolates nothing.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -46,7 +70,9 @@ class IsolatedRandomState:
         self._resumes = seed is not None
         self._python: Any = None
         self._torch: torch.Tensor | None = None
-        self._numpy = np.random.MT19937(0)
+        self._numpy = _free.pop() if _free else np.random.MT19937(0)
+        weakref.finalize(self, _free.append, self._numpy).atexit = False
+        self._lock: Any = None
         self._outside: tuple[Any, Any, torch.Tensor] | None = None
 
     def reseed(self, seed: int) -> IsolatedRandomState:
@@ -57,6 +83,12 @@ class IsolatedRandomState:
     def __enter__(self) -> None:
         from numpy.random import mtrand  # imported late: numpy loads it on first use, which takes 8 ms
 
+        lock = _replacing
+        if not lock.acquire(blocking=False):
+            _warn_of_threads()
+            if not lock.acquire(timeout=_PATIENCE_S):
+                return
+        self._lock = lock
         numpy_outside = mtrand.get_bit_generator()
         self._outside = random.getstate(), numpy_outside, torch.default_generator.get_state()
         mtrand.set_bit_generator(self._numpy)
@@ -70,6 +102,8 @@ class IsolatedRandomState:
     def __exit__(self, *_: object) -> None:
         from numpy.random import mtrand
 
+        if self._lock is None:
+            return
         assert self._outside is not None
         if self._resumes:
             self._python, self._torch = random.getstate(), torch.default_generator.get_state()
@@ -77,6 +111,19 @@ class IsolatedRandomState:
         random.setstate(python)
         mtrand.set_bit_generator(numpy)
         torch.default_generator.set_state(torch_state)
+        self._lock, lock = None, self._lock
+        lock.release()
+
+
+def _warn_of_threads() -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warn_or_print(
+            "two loops with a seed run at the same time, in threads of one process. Threads share the random "
+            "generators of Python, numpy and torch, so dropout and random transforms may draw other numbers in each "
+            "run. Run the loops one after another, or in processes."
+        )
 
 
 def isolated_iter(iterator: Iterator[T], isolated: IsolatedRandomState) -> Iterator[T]:
