@@ -103,7 +103,7 @@ def tune(
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower scores are better, ``'max'`` if higher scores are better; ``'auto'`` decides by words in the
         metric's name, such as ``loss`` or ``accuracy``, and takes ``'max'`` for a
-        :func:`~trainloop.tuning.scoring.scorer`.
+        :func:`~trainloop.tuning.scoring.scorer`, and ``'min'`` for other names.
     backend : {'local', 'ray'}
         This machine, or a Ray cluster (``pip install 'tt-trainloop[ray]'``).
     seed : int, optional
@@ -288,12 +288,7 @@ def _direction(metric: str | Callable[..., float], mode: Literal["auto", "min", 
     name = _name_of(metric)
     lower = False if hasattr(metric, "greater_is_better") else lower_is_better(name)
     if mode == "auto":
-        if lower is None:
-            raise ConfigurationError(
-                f"tune: metric={name!r}: this name does not show whether lower or higher is better. Pass mode='min' or "
-                "mode='max'."
-            )
-        return "min" if lower else "max"
+        return "max" if lower is False else "min"
     if lower is not None and lower != (mode == "min"):
         warn(
             f"tune: metric={name!r}, mode={mode!r}: by its name, {'lower' if lower else 'higher'} is better, so the "
