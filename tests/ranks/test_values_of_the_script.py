@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,34 @@ def test_what_callbacks_add_to_the_loop_to_classes_and_to_modules_comes_back(mod
     assert loop.numbers is numbers
     torch.testing.assert_close(loop.weight, loop.model.fc.weight.detach(), rtol=0, atol=0)
     assert (Adds.seen, added) == (2, 2)  # type: ignore[attr-defined]
+
+
+def test_what_a_callback_of_an_imported_modules_function_changes_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks get its class by value, without its module."""
+    (tmp_path / "of_makers.py").write_text(
+        textwrap.dedent("""
+            from trainloop import AbstractCallback
+
+            losses = []
+
+            def make(name):
+                seen = []
+                class Notes(AbstractCallback):
+                    def on_epoch_end(self):
+                        losses.append(name)
+                        seen.append(name)
+                        Notes.last = name
+                return Notes(name), seen
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    of_makers = importlib.import_module("of_makers")
+    (one, ones), (other, others) = of_makers.make("one"), of_makers.make("other")
+    make_loop(Net(), validation=False, gpu_mode="ddp", devices=2).fit(num_epochs=1, callbacks=[one, other])
+    assert (of_makers.losses, ones, others) == (["one", "other"], ["one"], ["other"])
+    assert (type(one).last, type(other).last) == ("one", "other")
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import io
 import os
 import pickle
@@ -93,8 +94,23 @@ def is_users(name: str) -> bool:
     """Return True if a module belongs to the user's program, also as ``__main__``."""
     if name in ("__main__", "__mp_main__"):
         return True
-    file = getattr(sys.modules.get(name), "__file__", None)
+    module = sys.modules.get(name)
+    # A rank has a class that a function defines by value, without its module.
+    file = _origin_of(name.partition(".")[0]) if module is None else getattr(module, "__file__", None)
     return type(file) is str and not _in_library(file)
+
+
+@functools.cache
+def _origin_of(top: str) -> str | None:
+    """Return a file of a top-level module that is not imported; None if there is none."""
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    folders = list(spec.submodule_search_locations or ())
+    return os.path.join(folders[0], "__init__.py") if folders else spec.origin if spec.has_location else None
 
 
 @functools.cache

@@ -61,11 +61,10 @@ def script_values(loop: LoopState) -> dict[str, ScriptValue]:
             if _is_light(own.value, [_MOST_ITEMS]):
                 found[path] = own
 
-    for cls in _classes_of(loop):
+    for path, cls in _classes_of(loop).items():
         for name, value in list(vars(cls).items()):
             if not name.startswith("__"):
-                # A class that is pickled by value loses the name of the function around it.
-                add(f"{cls.__module__}.{cls.__name__}.{name}", ScriptValue(cls, name, value))
+                add(f"{path}.{name}", ScriptValue(cls, name, value))
             inner = getattr(value, "fget", None) or getattr(value, "__func__", value)  # properties, static methods
             functions.extend([inner] if isinstance(inner, types.FunctionType) else [])
     seen: set[tuple[int, ...]] = set()
@@ -95,7 +94,7 @@ def script_values(loop: LoopState) -> dict[str, ScriptValue]:
 def put_script_values(loop: LoopState, values: Mapping[str, Any]) -> None:
     """Assign the values of another process's :func:`script_values`, also those that this process does not have yet."""
     found = script_values(loop)
-    classes = {f"{cls.__module__}.{cls.__name__}": cls for cls in reversed(_classes_of(loop))}
+    classes = _classes_of(loop)
     for path, value in values.items():
         of, _, name = path.rpartition(".")
         holder = classes.get(of, sys.modules.get(of))
@@ -105,11 +104,20 @@ def put_script_values(loop: LoopState, values: Mapping[str, Any]) -> None:
             setattr(holder, name, value)
 
 
-def _classes_of(loop: LoopState) -> list[type]:
+def _classes_of(loop: LoopState) -> dict[str, type]:
+    """Return the script's classes, by path; the second one of a name has a quote after it."""
     modules = [part for module in trained_modules(loop.model, loop.criterion) for part in module.modules()]
     parts: list[Any] = [*modules, loop.criterion, *optimizers_of(loop.optimizer), *loop.callbacks]
-    kinds = dict.fromkeys(cls for kind in dict.fromkeys(map(type, parts)) for cls in kind.__mro__)
-    return [cls for cls in kinds if is_users(cls.__module__)]
+    found: dict[str, type] = {}
+    for cls in dict.fromkeys(cls for kind in dict.fromkeys(map(type, parts)) for cls in kind.__mro__):
+        if is_users(cls.__module__):
+            path = (
+                f"{cls.__module__}.{cls.__name__}"  # pickled by value, a class loses the name of the function around it
+            )
+            while path in found:
+                path += "'"
+            found[path] = cls
+    return found
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
