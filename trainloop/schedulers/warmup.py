@@ -13,6 +13,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainloop._support.user_line import warn
+from trainloop.callbacks.arguments import number_of
 from trainloop.callbacks.weights.train_schedule import LRScheduler
 from trainloop.errors import ConfigurationError
 
@@ -30,8 +31,9 @@ class _WarmupScheduler(LRScheduler):
     def __init__(
         self, curve: Any, num_warmup_steps: int, num_training_steps: int | None, last_epoch: int, **kwargs: Any
     ) -> None:
-        if not num_warmup_steps >= 0:
-            raise ConfigurationError(f"{type(self).__name__}: num_warmup_steps={num_warmup_steps}: must be 0 or more.")
+        own = type(self).__name__
+        number_of(own, "num_warmup_steps", num_warmup_steps, least=0)
+        number_of(own, "num_training_steps", num_training_steps, optional=True)
         if num_training_steps is not None and num_training_steps < num_warmup_steps:
             raise ConfigurationError(
                 f"num_training_steps={num_training_steps}: must not be less than num_warmup_steps={num_warmup_steps}."
@@ -162,6 +164,7 @@ class CosineWithWarmupScheduler(_WarmupScheduler):
         last_epoch: int = -1,
         **kwargs: Any,
     ) -> None:
+        number_of("CosineWithWarmupScheduler", "num_cycles", num_cycles)
         super().__init__(partial(_cosine, num_cycles), num_warmup_steps, num_training_steps, last_epoch, **kwargs)
 
 
@@ -193,6 +196,7 @@ class HardRestartsCosineWithWarmupScheduler(_WarmupScheduler):
         last_epoch: int = -1,
         **kwargs: Any,
     ) -> None:
+        number_of("HardRestartsCosineWithWarmupScheduler", "num_cycles", num_cycles)
         curve = partial(_restarting_cosine, num_cycles)
         super().__init__(curve, num_warmup_steps, num_training_steps, last_epoch, **kwargs)
 

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainloop._support.nested import tensors_of
+from trainloop.callbacks.arguments import count_of
 from trainloop.data import count_samples, move_to
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
@@ -158,6 +159,7 @@ def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summa
         raise ConfigurationError("summary was called in a callback of a running loop. Call it before or after fit.")
     if batch is None and loop.train_loader is None:
         raise ConfigurationError("summary needs a batch, since the loop has no train_loader. Pass one: summary(batch).")
+    count_of("summary", "depth", depth, least=0)
     device = loop.run_config.devices[0]
     with untouched(loop):
         if batch is None:

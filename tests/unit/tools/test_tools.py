@@ -307,3 +307,9 @@ def test_what_no_tool_can_do_is_said(case: str) -> None:
     call, words = WRONG[case]
     with pytest.raises(ConfigurationError, match=words):
         call()
+
+
+@pytest.mark.parametrize("depth", [-1, "2", 1.5])
+def test_a_depth_that_is_no_count_is_refused(depth: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"summary: depth=.*must be an int of 0 or more"):
+        make_loop().summary(depth=depth)

@@ -279,7 +279,11 @@ def test_another_optimizer_s_scheduler() -> None:
             "gets the loop's optimizer. Leave it out",
         ),
         (lambda: LearningRateMonitor(0), "LearningRateMonitor: every_n_steps=0: must be an int of 1 or more"),
-        (lambda: warmup.ConstantWithWarmupScheduler(-1), "num_warmup_steps=-1: must be 0 or more"),
+        (lambda: warmup.ConstantWithWarmupScheduler(-1), "num_warmup_steps=-1: must be a number of 0 or more"),
+        (lambda: warmup.LinearWithWarmupScheduler("5"), "num_warmup_steps='5': must be a number of 0 or more"),  # type: ignore[arg-type]
+        (lambda: warmup.LinearWithWarmupScheduler(1, "9"), "num_training_steps='9': must be a number"),  # type: ignore[arg-type]
+        (lambda: warmup.CosineWithWarmupScheduler(1, num_cycles=None), "num_cycles=None: must be a number"),  # type: ignore[arg-type]
+        (lambda: warmup.HardRestartsCosineWithWarmupScheduler(1, num_cycles="2"), "num_cycles='2': must be a number"),  # type: ignore[arg-type]
         (
             lambda: warmup.LinearWithWarmupScheduler(5, 4),
             "num_training_steps=4: must not be less than num_warmup_steps=5",
