@@ -173,17 +173,20 @@ class ShardedPlacement(Placement):
         """Send rank 0's buffers to all ranks."""
         self.wrapper.share_buffers()
 
-    def make_whole(self, callbacks: Iterable[Any]) -> None:
-        """On ranks that send state back, gather sharded tensors that callbacks keep, even in dicts and lists."""
-        callbacks = list(callbacks)
+    def make_whole(self, keeping: Iterable[Any]) -> None:
+        """On ranks that send state back, gather sharded tensors that objects keep, even in dicts and lists.
+
+        Those of modules' parameters, and of optimizers' states and groups, get the caller's shapes later.
+        """
+        keeping = [*keeping, *self.model.modules()]
         found: dict[int, Any] = {}
-        _map_kept(callbacks, lambda tensor: found.setdefault(id(tensor), tensor))
+        _map_kept(keeping, lambda tensor: found.setdefault(id(tensor), tensor))
         of_model: dict[int, Any] = self.wrapper.former_parameters()  # the caller's callbacks get the caller's own
         shards = [tensor for key, tensor in found.items() if key not in of_model and is_sharded(tensor)]
         file = result_file()
         whole_ones = map(gathered, shards) if file is None else _in_file(shards, file)
         made = of_model | dict(zip(map(id, shards), whole_ones, strict=True))
-        _map_kept(callbacks, lambda tensor: made.get(id(tensor), tensor))
+        _map_kept(keeping, lambda tensor: made.get(id(tensor), tensor))
 
     @property
     def evaluated(self) -> Any:
@@ -191,17 +194,28 @@ class ShardedPlacement(Placement):
         return self.wrapper
 
 
-def _map_kept(callbacks: Iterable[Any], function: Callable[[Tensor], Any]) -> None:
-    """Replace each tensor that callbacks keep by ``function(tensor)``."""
-    for callback in callbacks:
-        for name, value in list(vars(callback).items()):
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _map_kept(keeping: Iterable[Any], function: Callable[[Tensor], Any]) -> None:
+    """Replace each tensor that objects keep by ``function(tensor)``."""
+    optimizers = [one for one in keeping if hasattr(one, "param_groups")]
+    others = {id(part) for one in optimizers for part in (one.state, one.param_groups)}
+    for owner in keeping:
+        own = _OF_ANY_MODULE if isinstance(owner, nn.Module) else ()
+        for name, value in list(vars(owner).items()):
+            if id(value) in others or name in own:
+                continue
             if isinstance(value, dict):
                 for key, item in list(value.items()):  # Counter.update would add
-                    value[key] = _map_shards(item, function)
+                    now = function(key) if is_sharded(key) else key
+                    if now is not key:
+                        del value[key]
+                    value[now] = _map_shards(item, function)
             elif type(value) is list:
                 value[:] = [_map_shards(item, function) for item in value]
             elif is_sharded(value):
-                setattr(callback, name, function(value))
+                setattr(owner, name, function(value))
 
 
 def _map_shards(value: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -135,8 +135,8 @@ class Placement:
         if isinstance(self.wrapper, TTDistributedDataParallel):
             self.wrapper.share_buffers()
 
-    def make_whole(self, callbacks: Iterable[Any]) -> None:
-        """At the end of ``fsdp``, gather the sharded tensors that callbacks keep, so that the caller can use them."""
+    def make_whole(self, keeping: Iterable[Any]) -> None:
+        """At the end of ``fsdp``, gather sharded tensors that callbacks and optimizers keep, for the caller."""
 
     @property
     def evaluated(self) -> Any:

@@ -44,7 +44,7 @@ from trainloop.data.loader.loader_copies import end_workers
 from trainloop.data.loader.loaders import refuse_shared_iterator, tell_epoch
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
-from trainloop.optim import drop_gradients, trained_modules
+from trainloop.optim import all_optimizers, criterion_modules, drop_gradients, trained_modules
 from trainloop.parallel.misuse import is_compiled, refuse_exchanges
 from trainloop.train_loop.arguments.checks import check_loader
 from trainloop.train_loop.arguments.options import End, FitJob
@@ -202,7 +202,8 @@ class Training(Run):
             if self.place.collective:  # the caller's optimizer has no place for it
                 own = collect.own_optimizer_states(loop)
                 loop.note(own_optimizer_states=distributed.gather_object(own))
-            self.place.make_whole(loop.callbacks)
+            criteria = [part for module in criterion_modules(loop.criterion) for part in module.modules()]
+            self.place.make_whole([*loop.callbacks, *all_optimizers(loop.optimizer), *criteria])
             self.place.share_buffers()  # under torchrun each rank returns a model
         except BaseException as exception:
             display.end_epoch()
