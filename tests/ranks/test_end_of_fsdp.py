@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.sharded_models import needs_fsdp_on_cpu
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -185,3 +186,64 @@ def test_what_callbacks_keep_without_shards_stays_the_same() -> None:
     assert counts.nested == [counts.counts, inside]
     assert counts.nested[1] is inside
     assert inside["inside"] is counts.counts  # type: ignore[index, call-overload]
+
+
+class Lookahead(torch.optim.SGD):
+    """Keeps slow weights in attributes of its own: a dict by parameter, lists, and a tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            if not hasattr(self, "slow"):
+                self.slow = {p: p.detach().clone() for p in parameters}
+                self.lists = [[p.detach().clone() for p in parameters]]
+                self.first = parameters[0].detach().clone()
+            found = super().step(closure)
+            for p, slow in self.slow.items():
+                slow.lerp_(p, 0.5)
+        return found
+
+
+class KeepsInModules(AbstractCallback):
+    """As for elastic weight consolidation: squared gradients and old weights are attributes of the model and others."""
+
+    def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
+        model: Any = self.train_loop_obj.model
+        for name, p in model.named_parameters():
+            model.fisher[name] = model.fisher.get(name, 0) + p.grad.detach() ** 2
+
+    def on_epoch_end(self) -> None:
+        tl: Any = self.train_loop_obj
+        tl.model.layers[0].old = tl.model.layers[0].weight.detach().clone()
+        tl.criterion.old = [p.detach().clone() for p in tl.model.parameters()]
+
+
+class Layered(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*[nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)])
+        self.fisher: dict[str, Any] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@needs_fsdp_on_cpu
+def test_what_optimizers_models_and_criteria_keep_comes_back_whole() -> None:
+    kept = []
+    x = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for how in ({}, {"gpu_mode": "fsdp", "devices": 2}):
+        model, criterion = Layered(), nn.MSELoss()
+        optimizer = Lookahead(model.parameters(), lr=0.1, momentum=0.9)
+        TrainLoop(
+            model, DataLoader(TensorDataset(x, x), 12 // (2 if how else 1) // 2), optimizer=optimizer,
+            criterion=criterion, accelerator="cpu", progress_bar=False, **how,
+        ).fit(num_epochs=2, callbacks=[KeepsInModules()])  # fmt: skip
+        slow: Any = optimizer.slow
+        assert all(key is p for key, p in zip(slow, model.parameters(), strict=True))
+        old: Any = (model.layers[0].old, *criterion.old)
+        kept.append([*slow.values(), *optimizer.lists[0], optimizer.first, *model.fisher.values(), *old])
+        assert all(type(tensor) is Tensor for tensor in kept[-1])
+    for one, other in zip(*kept, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)

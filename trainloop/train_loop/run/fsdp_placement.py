@@ -174,17 +174,25 @@ class ShardedPlacement(Placement):
         """Send rank 0's buffers to all ranks."""
         self.wrapper.share_buffers()
 
-    def make_whole(self, kept: Iterable[dict[str, Any]]) -> None:
-        """On ranks that send state back, gather sharded tensors in these attributes, even in dicts and lists."""
-        kept = list(kept)
+    def make_whole(self, keeping: Iterable[Any], added: dict[str, Any]) -> None:
+        """On ranks that send state back, gather sharded tensors that objects keep, even in dicts and lists.
+
+        Those of modules' parameters, and of optimizers' states and groups, get the caller's shapes later.
+        """
+        keeping = [*keeping, *self.model.modules()]
+        kept: list[Any] = [*map(vars, keeping), added]
+        modules = [owner for owner in keeping if isinstance(owner, nn.Module)]
+        optimizers = [owner for owner in keeping if isinstance(owner, torch.optim.Optimizer)]
+        others = {id(part) for one in modules for part in (one._parameters, one._buffers, one._modules)}
+        others |= {id(part) for one in optimizers for part in (one.state, one.param_groups)}
         found: dict[int, Any] = {}
-        _map_kept(kept, lambda tensor: found.setdefault(id(tensor), tensor))
+        _map_kept(kept, others, lambda tensor: found.setdefault(id(tensor), tensor))
         of_model: dict[int, Any] = self.wrapper.former_parameters()  # the caller's callbacks get the caller's own
         shards = [tensor for key, tensor in found.items() if key not in of_model and is_sharded(tensor)]
         file = result_file()
         whole_ones = map(gathered, shards) if file is None else _in_file(shards, file)
         made = of_model | dict(zip(map(id, shards), whole_ones, strict=True))
-        _map_kept(kept, lambda tensor: made.get(id(tensor), tensor))
+        _map_kept(kept, others, lambda tensor: made.get(id(tensor), tensor))
 
     @property
     def evaluated(self) -> Any:
@@ -192,13 +200,18 @@ class ShardedPlacement(Placement):
         return self.wrapper
 
 
-def _map_kept(kept: Iterable[dict[str, Any]], function: Callable[[Tensor], Any]) -> None:
-    """Replace each tensor in these attributes by ``function(tensor)``."""
+def _map_kept(kept: Iterable[dict[str, Any]], others: set[int], function: Callable[[Tensor], Any]) -> None:
+    """Replace each tensor in these attributes by ``function(tensor)``, except in values whose ``id`` is in others."""
     for attributes in kept:
         for name, value in list(attributes.items()):
+            if id(value) in others:
+                continue
             if isinstance(value, dict):
                 for key, item in list(value.items()):  # Counter.update would add
-                    value[key] = _map_shards(item, function)
+                    now = function(key) if is_sharded(key) else key
+                    if now is not key:
+                        del value[key]
+                    value[now] = _map_shards(item, function)
             elif type(value) is list:
                 value[:] = [_map_shards(item, function) for item in value]
             elif is_sharded(value):

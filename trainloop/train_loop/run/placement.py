@@ -136,8 +136,8 @@ class Placement:
         if isinstance(self.wrapper, TTDistributedDataParallel):
             self.wrapper.share_buffers()
 
-    def make_whole(self, kept: Iterable[dict[str, Any]]) -> None:
-        """At the end of ``fsdp``, gather the sharded tensors in these attributes, so that the caller can use them."""
+    def make_whole(self, keeping: Iterable[Any], added: dict[str, Any]) -> None:
+        """At the end of ``fsdp``, gather sharded tensors that objects keep, and those in ``added``, for the caller."""
 
     @property
     def evaluated(self) -> Any:

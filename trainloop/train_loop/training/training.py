@@ -44,8 +44,8 @@ from trainloop.data.loader.loader_copies import end_workers
 from trainloop.data.loader.loaders import refuse_shared_iterator, tell_epoch
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
-from trainloop.optim.optimizers import drop_gradients
-from trainloop.optim.parameters import trained_modules
+from trainloop.optim.optimizers import all_optimizers, drop_gradients
+from trainloop.optim.parameters import criterion_modules, trained_modules
 from trainloop.parallel.sharded.misuse import is_compiled
 from trainloop.train_loop.arguments.checks import check_loader
 from trainloop.train_loop.arguments.options import End, FitJob
@@ -205,7 +205,8 @@ class Training(Run):
                 own = collect.own_optimizer_states(loop)
                 loop.note(own_optimizer_states=distributed.gather_object(own))
             added = added_attributes(loop)
-            self.place.make_whole([*map(vars, loop.callbacks), added])
+            criteria = [part for module in criterion_modules(loop.criterion) for part in module.modules()]
+            self.place.make_whole([*loop.callbacks, *all_optimizers(loop.optimizer), *criteria], added)
             loop.note(**added)
             self.place.share_buffers()  # under torchrun each rank returns a model
         except BaseException as exception:
