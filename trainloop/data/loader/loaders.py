@@ -1,4 +1,4 @@
-"""Recognise the kind of a user's loader, check that it can be split, and let its workers outlive signals."""
+"""Recognise a user's loader, what ranks must have alike, whether it can be split; let its workers outlive signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks without a batch: dummy forward passes where each is an exchange, and errors for a model's own exchanges."""
+"""Ranks without a batch: dummy forward passes that leave no trace, and errors for a model's own exchanges."""
 
 from __future__ import annotations
 
