@@ -229,6 +229,8 @@ class CountsEvaluations(TTBasicModel):
             self.steps += 1
         elif self.kind == "in a dict":
             self.by_name["steps"] += 1
+        elif self.kind == "in a vocabulary":
+            self.by_name.update({"steps": self.by_name["steps"] + 1}, **{f"word {i}": i for i in range(1001)})
         elif self.kind == "buffer":
             self.queue.lerp_(self.all_gather(scores.detach(), concat=True).mean(0), 0.5)
         return criterion(scores, y)
@@ -244,6 +246,7 @@ class ResetsCounts(CountsEvaluations):
     [
         (CountsEvaluations, "number", "steps"),
         (CountsEvaluations, "in a dict", "by_name['steps']"),
+        pytest.param(CountsEvaluations, "in a vocabulary", None, marks=pytest.mark.long),
         (CountsEvaluations, "buffer", "queue"),
         (CountsEvaluations, "in training", None),
         (ResetsCounts, "number", None),

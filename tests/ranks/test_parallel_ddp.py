@@ -250,11 +250,17 @@ def changed_after_wrapping() -> dict[str, str]:
 
         return call
 
+    def evaluated() -> None:
+        wrapper = TTDistributedDataParallel(Net()).bfloat16()
+        with torch.no_grad():
+            wrapper(batch_of(0)[0].bfloat16())
+
     calls = {
         "frozen": frozen,
         "wrapper": converted(lambda wrapper: wrapper.bfloat16()),
         "part": converted(lambda wrapper: wrapper.module.head.half()),
         "unchanged": converted(lambda wrapper: wrapper.cpu().to("cpu")),
+        "evaluated": evaluated,
     }
     facts = {}
     for name, call in calls.items():
@@ -422,7 +428,7 @@ def test_changes_after_wrapping_are_errors(two_ranks: list[dict[str, Any]]) -> N
         assert "in the last backward: head.weight, head.bias." in said["frozen"]
         for name in ("wrapper", "part"):
             assert "parameters has changed since TTDistributedDataParallel wrapped it" in said[name]
-        assert said["unchanged"] == "no error"
+        assert said["unchanged"] == said["evaluated"] == "no error"
 
 
 def test_evaluation_exchanges_nothing(two_ranks: list[dict[str, Any]]) -> None:

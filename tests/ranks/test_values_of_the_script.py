@@ -238,6 +238,22 @@ def test_callbacks_of_one_function_have_variables_of_their_own() -> None:
     assert len(first) == type(callbacks[0]).begun == type(callbacks[1]).begun > 0  # type: ignore[attr-defined]
 
 
+def test_an_outer_variable_does_not_replace_a_global_of_its_name() -> None:
+    def begins() -> AbstractCallback:
+        note = None
+
+        class Begins(AbstractCallback):
+            def on_epoch_end(self) -> None:
+                nonlocal note
+                note = 1.0
+
+        return Begins("begins")
+
+    before = note
+    make_loop(validation=False, gpu_mode="ddp", accelerator="cpu", devices=1).fit(num_epochs=1, callbacks=[begins()])
+    assert note is before
+
+
 @pytest.mark.long
 def test_what_this_process_changes_meanwhile_stays() -> None:
     class Appends(AbstractCallback):

@@ -18,8 +18,11 @@ Mode = Literal["auto", "min", "max"]
 _ALMOST_SAME = 0.9  # how similar a name must be to count as misspelt before the end of the epoch
 _NEAR = 0.75  # how similar a name must be for an error message to suggest it
 
-# scikit-learn's names of scorers for which greater is better. ("neg_loss" may be the loss of negative pairs.)
-_NEGATED = re.compile(r"(^|_)neg_(log_loss|brier_score|\w*(error|deviance))($|_)")
+# scikit-learn's names of scorers, for which greater is better. ("neg_loss" may be the loss of negative pairs.)
+_SCORERS = re.compile(
+    r"(^|_)(neg_(log_loss|brier_score|negative_likelihood_ratio|\w*(error|deviance))|positive_likelihood_ratio"
+    r"|d2_\w+_score|explained_variance)($|_)"
+)
 # Words in names of metrics. The first group takes precedence, as in "accuracy_loss". As in scikit-learn, a higher
 # "score" is better.
 _LOWER_WINS = frozenset("loss error err brier".split())
@@ -250,7 +253,7 @@ def lower_is_better(name: str) -> bool | None:
     >>> lower_is_better("val_loss"), lower_is_better("val_f1"), lower_is_better("neg_log_loss")
     (True, False, False)
     """
-    if _NEGATED.search(name):
+    if _SCORERS.search(name):
         return False
     texts = name.lower() + " " + re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()  # splits camel case, too
     words = {word for part in re.findall(r"[a-z]+[0-9]*", texts) for word in (part, part.rstrip("0123456789"))}

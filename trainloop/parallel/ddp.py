@@ -220,7 +220,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         # torch rebuilds each container of a batch, which fails with a defaultdict and other subclasses of dict. The
         # loop's batches are on the GPU already, so that torch needn't see them.
-        if _kinds_of(self._tt_reduced) != self._tt_kinds:
+        if torch.is_grad_enabled() and _kinds_of(self._tt_reduced) != self._tt_kinds:
             raise ConfigurationError(
                 "the dtype or the device of the model's parameters has changed since TTDistributedDataParallel wrapped "
                 "it (by .float(), .half() or .to(), for example), so gradients would not be averaged over ranks. Make "

@@ -102,8 +102,8 @@ def tune(
         those of scikit-learn's scorers.
     mode : {'auto', 'min', 'max'}
         ``'min'`` if lower scores are better, ``'max'`` if higher scores are better; ``'auto'`` decides by words in the
-        metric's name, such as ``loss`` or ``accuracy``, and takes ``'max'`` for a
-        :func:`~trainloop.tuning.scoring.scorer`, and ``'min'`` for other names.
+        metric's name, such as ``loss`` or ``accuracy``, and takes ``'min'`` for other names. A callable metric's
+        attribute ``greater_is_better`` decides first; a :func:`~trainloop.tuning.scoring.scorer` has it.
     backend : {'local', 'ray'}
         This machine, or a Ray cluster (``pip install 'tt-trainloop[ray]'``).
     seed : int, optional
@@ -286,7 +286,8 @@ def _check_arguments(make_loop: Any, mode: Any, backend: Any, keep: Any, data: A
 def _direction(metric: str | Callable[..., float], mode: Literal["auto", "min", "max"]) -> Literal["min", "max"]:
     """Return the mode; ``'auto'`` is decided by the metric's name. Warn if the mode contradicts the name."""
     name = _name_of(metric)
-    lower = False if hasattr(metric, "greater_is_better") else lower_is_better(name)
+    greater = getattr(metric, "greater_is_better", None)
+    lower = not greater if isinstance(greater, bool) else lower_is_better(name)
     if mode == "auto":
         return "max" if lower is False else "min"
     if lower is not None and lower != (mode == "min"):

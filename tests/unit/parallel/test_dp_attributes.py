@@ -316,6 +316,17 @@ class CountsInData(Net):
         return super().get_loss(batch_data, criterion, device)
 
 
+class WithRagged(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ragged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
+def test_a_nested_buffer_is_no_error() -> None:
+    trained(WithRagged(), 2)
+
+
 @pytest.mark.parametrize(
     ("model", "what"),
     [(StartsFromTheFirstBatch, "layer.bias"), (Momentum, "slow.weight"), (CentresData, "centre")],

@@ -951,12 +951,23 @@ def test_out_of_fold_classes_are_not_cut_to_the_length_of_the_first_fold(tmp_pat
     assert sorted(whole.tolist()) == ["a", "b", "b", "longer"]
 
 
+class Distance:
+    """A metric with scikit-learn's attribute for the direction, as those of other libraries have it."""
+
+    greater_is_better = False
+
+    def __call__(self, truth: Any, predicted: Any) -> float:
+        return 0.0
+
+
 @pytest.mark.parametrize(
     ("metric", "given", "mode"),
     [
         ("val_loss", "auto", "min"),
         ("val_accuracy", "auto", "max"),
         ("neg_log_loss", "auto", "max"),
+        ("explained_variance", "auto", "max"),
+        (Distance(), "auto", "min"),
         (scorer("neg_mean_squared_error"), "auto", "max"),
         (scorer(lambda truth, predicted: 0.0), "auto", "max"),
         ("weight", "max", "max"),

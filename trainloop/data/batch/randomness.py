@@ -29,6 +29,13 @@ _warned = False
 _free: list[np.random.MT19937] = []
 
 
+def _free_generator() -> np.random.MT19937:
+    try:
+        return _free.pop()
+    except IndexError:  # not asked before: another thread may take the last one
+        return np.random.MT19937(0)
+
+
 def _unlock_in_child() -> None:
     global _replacing
     _replacing = threading.RLock()
@@ -70,7 +77,7 @@ class IsolatedRandomState:
         self._resumes = seed is not None
         self._python: Any = None
         self._torch: torch.Tensor | None = None
-        self._numpy = _free.pop() if _free else np.random.MT19937(0)
+        self._numpy = _free_generator()
         weakref.finalize(self, _free.append, self._numpy).atexit = False
         self._lock: Any = None
         self._outside: tuple[Any, Any, torch.Tensor] | None = None

@@ -46,7 +46,8 @@ class WatchedTensors:
 
     def _bits_now(self) -> dict[tuple[str, str], list[int]]:
         """Return checksums of the watched tensors."""
-        dense = [(key, part) for key, (tensor, _) in self._before.items() for part in dense_parts(tensor)]
+        watched = ((key, tensor) for key, (tensor, _) in self._before.items() if not tensor.is_nested)
+        dense = [(key, part) for key, tensor in watched for part in dense_parts(tensor)]
         found: dict[tuple[str, str], list[int]] = {}
         for (key, _), bits in zip(dense, bit_sums([part for _, part in dense]), strict=True):
             found.setdefault(key, []).append(bits)

@@ -81,13 +81,15 @@ def script_values(loop: LoopState) -> dict[str, ScriptValue]:
             with suppress(ValueError):  # not assigned yet
                 used[name], holders[name] = cell.cell_contents, cell
         for name, value in used.items():
+            # An outer variable may have the name of a global.
+            of = function.__module__ + (".<locals>" if isinstance(holders[name], types.CellType) else "")
             if isinstance(value, types.ModuleType) and is_users(value.__name__):
                 inner_values = [vars(value).get(inner) for inner in names]
                 functions.extend(one for one in inner_values if isinstance(one, types.FunctionType))
             elif isinstance(value, types.FunctionType) and is_users(value.__module__):
                 functions.append(value)
             else:
-                add(f"{function.__module__}.{name}", ScriptValue(holders[name], name, value))
+                add(f"{of}.{name}", ScriptValue(holders[name], name, value))
     return found
 
 
@@ -111,9 +113,8 @@ def _classes_of(loop: LoopState) -> dict[str, type]:
     found: dict[str, type] = {}
     for cls in dict.fromkeys(cls for kind in dict.fromkeys(map(type, parts)) for cls in kind.__mro__):
         if is_users(cls.__module__):
-            path = (
-                f"{cls.__module__}.{cls.__name__}"  # pickled by value, a class loses the name of the function around it
-            )
+            # Pickled by value, a class loses the name of the function around it.
+            path = f"{cls.__module__}.{cls.__name__}"
             while path in found:
                 path += "'"
             found[path] = cls

@@ -25,6 +25,7 @@ from trainloop.train_loop.training.trained import changing_buffers, hooked_param
 __all__ = ["Advice"]
 
 _COMPARED_BATCHES = 3  # of an evaluation
+_MOST_ITEMS = 1000  # of a dict; a larger one is a vocabulary, for example
 _MANY_SKIPPED = 20  # from its initial value, AMP's scale needs 16 skipped steps to 1
 
 
@@ -309,5 +310,6 @@ def _numbers(model: nn.Module, criterion: Any, *, in_dicts: bool = False) -> dic
         if type(value) in (int, float, dict) and not name.startswith("_")
     ]
     if in_dicts:
-        named += [(f"{name}[{key!r}]", v) for name, one in named if type(one) is dict for key, v in one.items()]
+        small = [(name, one) for name, one in named if type(one) is dict and len(one) <= _MOST_ITEMS]
+        named += [(f"{name}[{key!r}]", v) for name, one in small for key, v in one.items()]
     return {name: value for name, value in named if type(value) in (int, float)}

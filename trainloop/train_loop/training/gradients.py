@@ -336,15 +336,20 @@ class Gradients:
             loss = loss.assigned_to(self._multi_optimizer).map(scaler.scale)
             assert loss.loss_optimizer_map is not None
             lacks = self._exchanges and len({*loss.loss_optimizer_map.values()}) < len(self.optimizers)
+            lacks = lacks or any(map(self._is_frozen, loss.values()))
             for i, optimizer in enumerate(self.optimizers):
                 last = i == len(self.optimizers) - 1
                 with self._between_backwards(last=last):
                     if not lacks:
                         self.backward_into(partial(loss.backward, i), optimizer)
-                    elif (own := loss.for_optimizer(i)) is not None:
+                    elif (own := loss.for_optimizer(i)) is not None and not self._is_frozen(own):
                         self.backward_into(partial(own.backward, retain_graph=not last), optimizer)
                     else:
                         self._exchange(loss, i, retain_graph=not last)
+
+    def _is_frozen(self, loss: Tensor) -> bool:
+        """Return True in ``fsdp`` for a loss without a graph: a backward of zeros takes its place."""
+        return self._place.collective and not loss.requires_grad
 
     def _exchange(self, loss: Tensor | MultiLoss, optimizer: int | None, *, retain_graph: bool) -> None:
         """Run a backward of zeros: other ranks may have a loss here, and in ``fsdp``, a backward is an exchange."""
@@ -385,7 +390,7 @@ class Gradients:
                     parameter.grad = None
             last = i == len(passes) - 1
             with self._between_backwards(last=last):
-                if part_loss is None:
+                if part_loss is None or self._is_frozen(part_loss):
                     self._exchange(loss, optimizer, retain_graph=not last)
                 else:
                     self._backward_for(
@@ -413,10 +418,9 @@ class Gradients:
     def backward_into(self, backward: Callable[..., None], *optimizers: torch.optim.Optimizer) -> None:
         """Call ``backward(inputs=...)`` for parameters of these optimizers; other parameters keep their gradients."""
         own = [p for optimizer in optimizers for p in parameters_of(optimizer) if p.requires_grad]
-        if not own:  # all are frozen; torch rejects an empty list of inputs
-            return
         if not self._place.collective:
-            backward(inputs=own)
+            if own:  # otherwise all are frozen; torch rejects an empty list of inputs
+                backward(inputs=own)
             return
         # The graph contains a unit's full parameters, not the optimizer's shards, so shards can't be ``inputs`` of
         # backward.

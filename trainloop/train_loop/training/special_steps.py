@@ -185,7 +185,7 @@ class AlternatingTraining(Training):
         backward = self.place.scaler.scale(loss).backward
         if len(self.gradients.optimizers) == 1:
             backward()
-        else:
+        elif any(p.requires_grad for o in chosen for p in parameters_of(o)):  # each pass has its own forward
             self.gradients.backward_into(backward, *chosen)
 
     def _zero_backward(self, generator: Generator[Any, None, None]) -> None:
