@@ -343,7 +343,7 @@ def check_rows(made: Any, fold: Fold | None, rows: int | None) -> None:
     if hasattr(part.dataset, "__len__") and len(part.dataset) != rows:
         raise ConfigurationError(
             f"tune got {rows} rows (targets, or y of data), but the dataset in make_loop has {len(part.dataset)}. Pass "
-            "a target for each row of the dataset."
+            "a target for each row of the dataset, or leave the rows that no model is to read out of the dataset."
         )
 
 

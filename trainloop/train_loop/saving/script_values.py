@@ -102,7 +102,7 @@ def put_script_values(loop: LoopState, values: Mapping[str, Any]) -> None:
         holder = classes.get(of, sys.modules.get(of))
         if path in found:
             found[path].put(value)
-        elif holder is not None and not name.endswith("'"):  # one of several of this name
+        elif holder is not None and name not in vars(holder) and not name.endswith("'"):  # one of several of this name
             setattr(holder, name, value)
 
 
