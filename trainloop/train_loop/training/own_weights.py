@@ -16,10 +16,10 @@ from trainloop.parallel import TTDistributedDataParallel
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.training.step_weight import TINY, Converted, StepWeight, as_factor
 
-__all__ = ["OwnWeights", "Part"]
+__all__ = ["OwnWeights"]
 
 
-class Part:
+class _Part:
     """Gradients of one loss of a ``MultiLoss`` in a step, and the sum of the loss's weights so far."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class OwnWeights:
         True if losses have had separate gradients, which DDP does not reduce.
     calls_class_losses : bool
         True if ``get_loss`` has called a loss of class indices while the run looked for such calls.
-    parts, joined : dict of Part
+    parts, joined : dict
         By name: the losses with separate gradients of the current step; those of the last step that was completed.
     """
 
@@ -74,8 +74,8 @@ class OwnWeights:
         self._optimizers_of = optimizers_of
         self.names: dict[str, int | None] | None = None
         self.agrees = self.separated = self.calls_class_losses = False
-        self.parts: dict[str, Part] = {}
-        self.joined: dict[str, Part] = {}
+        self.parts: dict[str, _Part] = {}
+        self.joined: dict[str, _Part] = {}
         # Losses of the current step that have had no weights of their own until now, with their weights by samples.
         self._averaged: dict[str, list[tuple[Tensor, float]]] = {}
 
@@ -128,7 +128,7 @@ class OwnWeights:
     def expect_all(self) -> None:
         """Let a rank without a batch run a backward for each of the losses, as the others do."""
         for name in self.names or ():
-            self.parts.setdefault(name, Part())
+            self.parts.setdefault(name, _Part())
 
     def note_averages(self, losses: MultiLoss, share: float) -> None:
         """Note losses of a micro-batch that are means over samples; ``share`` is their weight."""
@@ -165,7 +165,7 @@ class OwnWeights:
             factors = {}
             for name in names:  # on all ranks, since they agree on what is usual
                 usual = step.usual(name, own.get(name, size) if name in losses else 0, size)
-                part = self.parts.setdefault(name, Part())
+                part = self.parts.setdefault(name, _Part())
                 if name in units:
                     factors[name] = units[name] / usual
                     part.weight = part.weight + factors[name]
@@ -184,7 +184,7 @@ class OwnWeights:
             names = self.names or {}
             if self._weight.ragged:  # a rank without a batch may not know the names
                 names = dict.fromkeys(name for names in distributed.gather_object(list(self.parts)) for name in names)
-            self.parts = {name: self.parts.get(name) or Part() for name in names}
+            self.parts = {name: self.parts.get(name) or _Part() for name in names}
         step = self._weight
         earlier = {name: self._averaged_weight(name) / step.usual_units.get(name, 1.0) for name in self.parts}
         weights = torch.stack([earlier[name] + part.weight for name, part in self.parts.items()])
