@@ -218,14 +218,14 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         return all(map(self._are_here, parts))
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        # torch rebuilds each container of a batch, which fails with a defaultdict and other subclasses of dict. The
-        # loop's batches are on the GPU already, so that torch needn't see them.
         if torch.is_grad_enabled() and _kinds_of(self._tt_reduced) != self._tt_kinds:
             raise ConfigurationError(
                 "the dtype or the device of the model's parameters has changed since TTDistributedDataParallel wrapped "
                 "it (by .float(), .half() or .to(), for example), so gradients would not be averaged over ranks. Make "
                 "the change before wrapping, or wrap the model again."
             )
+        # torch rebuilds each container of a batch, which fails with a defaultdict and other subclasses of dict. The
+        # loop's batches are on the GPU already, so that torch needn't see them.
         hides = bool(self.device_ids) and self.mixed_precision is None and self._are_here((inputs, kwargs))
         if self._tt_marked:
             self._forget_used_parameters()

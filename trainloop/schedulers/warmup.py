@@ -164,7 +164,7 @@ class CosineWithWarmupScheduler(_WarmupScheduler):
         last_epoch: int = -1,
         **kwargs: Any,
     ) -> None:
-        number_of("CosineWithWarmupScheduler", "num_cycles", num_cycles)
+        number_of(type(self).__name__, "num_cycles", num_cycles)
         super().__init__(partial(_cosine, num_cycles), num_warmup_steps, num_training_steps, last_epoch, **kwargs)
 
 
@@ -196,7 +196,7 @@ class HardRestartsCosineWithWarmupScheduler(_WarmupScheduler):
         last_epoch: int = -1,
         **kwargs: Any,
     ) -> None:
-        number_of("HardRestartsCosineWithWarmupScheduler", "num_cycles", num_cycles)
+        number_of(type(self).__name__, "num_cycles", num_cycles)
         curve = partial(_restarting_cosine, num_cycles)
         super().__init__(curve, num_warmup_steps, num_training_steps, last_epoch, **kwargs)
 
