@@ -389,6 +389,8 @@ class Doubles(AbstractCallback):
 def test_a_shard_that_a_hook_replaces_by_another_is_refused() -> None:
     """FSDP would put its own parameter back at the next forward."""
     with loop_of("rate", "fsdp").ranks():
-        for hook in ("on_batch_begin", "on_after_optimizer_step"):
+        for hook in ("on_batch_begin", "on_after_optimizer_step", "on_epoch_end"):
+            loop = loop_of("rate", "fsdp")
+            loop.test_loader = loop.train_loader  # evaluated after the last step
             with pytest.raises(TrainLoopError, match=r"body\.weight was replaced by a callback"):
-                loop_of("rate", "fsdp").fit(num_epochs=2, callbacks=[Doubles(hook)])
+                loop.fit(num_iterations=2 if hook == "on_epoch_end" else 4, callbacks=[Doubles(hook)])

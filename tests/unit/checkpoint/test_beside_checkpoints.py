@@ -18,7 +18,7 @@ import pytest
 import torch
 from kit.small_loop import Net, make_loop
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from trainloop import AbstractCallback, checkpoint
 from trainloop.callbacks import ModelCheckpoint
@@ -208,7 +208,7 @@ class Normalises:
 
 class Draws(Dataset[Any]):
     def __init__(self, kind: str) -> None:
-        self.kind, self.table, self.reads = kind, torch.rand(10_000), 0
+        self.kind, self.images, self.reads = kind, torch.rand(100, 10, 10), 0
         self.of_torch, self._of_numpy, self.of_python = torch.Generator(), np.random.default_rng(0), random.Random(0)
         self.transforms = [Normalises()]
 
@@ -220,7 +220,7 @@ class Draws(Dataset[Any]):
 
     def drawn(self, index: int) -> Tensor:
         self.reads += 1
-        self.table[index] = 0.0
+        self.images[index] = 0.0  # as of a cache
         x = torch.tensor([float(index)])
         if self.kind == "transforms[0].mean":
             return self.transforms[0](x)
@@ -238,6 +238,46 @@ def test_state_of_a_dataset_that_reading_changes_is_named_once(tmp_path: Path, k
     text = f"the training changes train_loader.dataset.dataset.{kind}. Checkpoints"
     assert sum(one.startswith(text) for one in found) == (kind != "none")
     assert len(found) == (kind != "none")
+
+
+class Labelled(Dataset[Any]):
+    """One label for each sample, and a cache of samples."""
+
+    def __init__(self, targets: Any) -> None:
+        self.targets, self.cache = targets, [None] * len(targets)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Any:
+        self.cache[index] = self.cache[index] or (torch.full((8,), float(index)), index)
+        return self.cache[index][0], int(self.targets[index])
+
+
+class Relabels(AbstractCallback):
+    def on_epoch_end(self) -> None:
+        rows = self.train_loop_obj.train_loader.dataset
+        labels = rows.tensors[1] if isinstance(rows, TensorDataset) else rows.targets
+        labels[1500] = 1 - int(labels[1500])
+
+
+LABELS: dict[str, Callable[[], Dataset[Any]]] = {
+    "targets": lambda: Labelled([0] * 2000),
+    "targets of numpy": lambda: Labelled(np.zeros(2000, dtype=np.int64)),
+    "targets of torch": lambda: Labelled(torch.zeros(2000, dtype=torch.int64)),
+    "tensors[1]": lambda: TensorDataset(torch.ones(2000, 8), torch.zeros(2000, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("relabels", [True, False])
+@pytest.mark.parametrize("kind", LABELS)
+def test_labels_that_a_hook_changes_are_named_once(tmp_path: Path, kind: str, relabels: bool) -> None:
+    loop = make_loop(validation=False)
+    loop.train_loader = DataLoader(LABELS[kind](), 500)
+    callbacks = [saved(tmp_path), *([Relabels("relabels")] if relabels else [])]
+    found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=callbacks))
+    text = f"the training changes train_loader.dataset.{kind.partition(' ')[0]}. Checkpoints"
+    assert [one.startswith(text) for one in found] == [True] * relabels
 
 
 class Replay(IterableDataset[Any]):

@@ -221,6 +221,42 @@ def test_a_group_added_there_is_there_afterwards() -> None:
     assert torch.equal(away.model.fc.bias, here.model.fc.bias)
 
 
+def test_a_module_that_moves_keeps_what_it_is_given_there() -> None:
+    """As a block that is wrapped, or blocks in another order: what is found by its path would be another module."""
+
+    def move(loop: Any) -> None:
+        model = loop.model
+        model.blocks = nn.ModuleList([model.blocks[1], model.blocks[0]])
+        model.blocks[0].eval()
+        model.blocks[0].alpha, model.blocks[0].adapter = 1.0, nn.Linear(2, 2)
+        del model.blocks[1].alpha
+        model.fc = nn.Sequential(model.fc, nn.Tanh())
+        model.fc[0].rank = 3
+        model.tied = model.blocks[1]
+
+    def shown(model: nn.Module) -> list[Any]:
+        return [
+            (path, type(module), {name: value for name, value in vars(module).items() if name[0] != "_"})
+            for path, module in model.named_modules(remove_duplicate=False)
+        ]
+
+    loops = []
+    for _ in range(2):
+        loop: Any = loop_of(OPTIMIZERS["AdamW"])
+        loop.model.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        for i, block in enumerate(loop.model.blocks):
+            block.alpha = float(i)
+        loop.model.blocks[0].alpha = 1.0
+        loops.append(loop)
+    here, away = loops
+    second = away.model.blocks[1]
+    move(here)
+    through_a_rank(away, move)
+    assert shown(away.model) == shown(here.model)
+    assert away.model.blocks[0] is second
+    assert away.model.tied is away.model.blocks[1]
+
+
 def test_a_criterion_that_is_no_module_may_hold_one() -> None:
     centers = nn.Parameter(torch.zeros(2))
     weight = nn.Linear(2, 2)

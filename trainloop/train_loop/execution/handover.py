@@ -166,6 +166,7 @@ class RankSide:
         self._settings = {name: getattr(loop, name) for name in _SETTINGS}
         self._of_callbacks = [set(vars(callback)) for callback in self.callbacks]
         self._modules = _modules(loop)
+        self._children = {key: _children(module) for key, module in self._modules.items()}
         self._structures = {key: _structure(module) for key, module in self._modules.items()}
         self._attributes = {
             key: fingerprint(value, self.known, fixed=True) for key, value in _plain_attributes(loop).items()
@@ -184,41 +185,33 @@ class RankSide:
         callbacks = [_callback_state(callback) for callback in self.callbacks]
         if not self._sends:
             return None
-        modules = _modules(loop)
-        # Send only the outermost modules that a callback has added. References to the caller's objects are kept.
-        added = {key for key, module in modules.items() if self._modules.get(key) is not module}
-        added -= {(root, path) for root, path in added if (root, path.rpartition(".")[0]) in added}
-        structures = {
-            key: _sent_structure(module)
-            for key, module in modules.items()
-            if self._modules.get(key) is module
-            and _structure(module) != self._structures[key]
-            and self._can_send(_sent_structure(module), f"module {key[1]!r}, changed in training, can't be pickled")
-        }
-        changed: dict[Any, Any] = {}
-        for key, value in _plain_attributes(loop).items():
-            if any(key[0] == root and f"{key[1]}.".startswith(f"{path}.") for root, path in added):
-                continue
-            mark = fingerprint(value, self.known)
-            if mark is None:
-                if self._attributes.get(key) is not None:
-                    warn(f"model attribute {key[2]!r} can no longer be pickled, so your process keeps the old value.")
-            elif mark != self._attributes.get(key):
-                changed[key] = value
+        # A module of the caller may be elsewhere now. A new one is sent as a child of a module of the caller.
+        now = {id(module): key for key, module in _modules(loop).items()}
+        remaining = {key: module for key, module in self._modules.items() if id(module) in now}
+        then = {id(module): key for key, module in remaining.items()}
         state = {
             "modules": {
-                key: modules[key]
-                for key in added
-                if self._can_send(modules[key], f"module {key[1]!r}, added in training, can't be pickled")
+                key: self._sent_children(module, now[id(module)][1], then)
+                for key, module in remaining.items()
+                if _children(module) != self._children[key]
             },
-            "structures": structures,
+            "structures": {
+                key: _sent_structure(module)
+                for key, module in remaining.items()
+                if _structure(module) != self._structures[key]
+                and self._can_send(_sent_structure(module), f"module {key[1]!r}, changed in training, can't be pickled")
+            },
             "settings": self._changed_settings(),
             "added": self._changed_additions(),
             "deleted of loop": [name for name in self._added if name not in vars(loop)],
             "warnings": self._about_loaders(),
             "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop) if not t.is_meta},
-            "attributes": changed,
-            "deleted": [key for key in self._attributes if key[:2] in modules and key[2] not in vars(modules[key[:2]])],
+            "attributes": self._changed_attributes(now),
+            "deleted": [
+                (*now[id(module)], name)
+                for root, path, name in self._attributes
+                if (module := remaining.get((root, path))) is not None and name not in vars(module)
+            ],
             "attributes of tensors": {
                 key: own
                 for key, own in _tensor_attributes(loop).items()
@@ -249,6 +242,30 @@ class RankSide:
             packed = pack_state(state, self.known)
         return packed
 
+    def _sent_children(self, module: nn.Module, path: str, known: Mapping[int, Any]) -> dict[str, Any]:
+        """Return a module's children by name; in place of one that can't be sent, the receiver keeps what it has."""
+        children: dict[str, Any] = dict(module._modules)
+        for name, child in children.items():
+            problem = f"module {f'{path}.{name}'.lstrip('.')!r}, added in training, can't be pickled"
+            if child is not None and id(child) not in known and not self._can_send(child, problem):
+                children[name] = KEPT
+        return children
+
+    def _changed_attributes(self, now: Mapping[int, tuple[int, str]]) -> dict[tuple[int, str, str], Any]:
+        """Return the attributes that have changed in modules of the caller, by where the modules are now."""
+        then = {now[id(module)]: key for key, module in self._modules.items() if id(module) in now}
+        changed = {}
+        for key, value in _plain_attributes(self._loop).items():
+            if key[:2] not in then:  # the attribute of a new module, which is sent with it
+                continue
+            mark, before = fingerprint(value, self.known), self._attributes.get((*then[key[:2]], key[2]))
+            if mark is None:
+                if before is not None:
+                    warn(f"model attribute {key[2]!r} can no longer be pickled, so your process keeps the old value.")
+            elif mark != before:
+                changed[key] = value
+        return changed
+
     def _rebuild_error(self, packed: PackedState) -> Exception | None:
         """Return the error of an object that can be pickled, but not rebuilt from the pickle. No memory is copied."""
         try:
@@ -267,7 +284,6 @@ class RankSide:
     def _leave_out_what_fails(self, state: dict[str, Any]) -> None:
         """Remove the entries of the state that can't be rebuilt, with a warning for each."""
         described = {
-            "modules": "module {0[1]!r}, added in training,",
             "structures": "module {0[1]!r}, changed in training,",
             "settings": "tl.{0}, assigned in training,",
             "added": "tl.{0}, assigned in training,",
@@ -277,6 +293,10 @@ class RankSide:
         }
         for kind, what in described.items():
             state[kind] = {key: v for key, v in state[kind].items() if self._rebuilds(v, what.format(key))}
+        for (_, path), children in state["modules"].items():
+            for name, child in children.items():
+                if not self._rebuilds(child, f"module {f'{path}.{name}'.lstrip('.')!r}, added in training,"):
+                    children[name] = KEPT
         for path, contents in list(state["parts"].items()):
             if isinstance(contents, dict):
                 fails = {key for key, v in contents.items() if not self._rebuilds((key, v), f"{path}: {key}")}
@@ -382,8 +402,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _receive(loop: LoopState, state: dict[str, Any], callbacks: list[Any]) -> None:
-    _put_modules(loop, state["modules"])
-    _put_structures(loop, state["structures"])
+    _put_structures(loop, state["modules"], state["structures"])
     _put_tensors(loop, state["tensors"])
     _put_plain_attributes(loop, state["attributes"], state["deleted"])
     for key, tensor in _tensors(loop):
@@ -438,20 +457,17 @@ def _put_plain_attributes(
             object.__setattr__(modules[root, path], name, value)
 
 
-def _put_modules(loop: LoopState, added: Mapping[tuple[int, str], nn.Module]) -> None:
-    """Add or replace the modules that a callback has added or replaced on the other side."""
-    for (root, path), module in added.items():
-        owner, _, name = path.rpartition(".")
-        _root_modules(loop)[root].get_submodule(owner)._modules[name] = module
+def _children(module: nn.Module) -> list[Any]:
+    return [(name, _Same(child)) for name, child in module._modules.items()]
 
 
 def _structure(module: nn.Module) -> list[Any]:
-    """Return what a module consists of, apart from the values of its tensors, to compare it with a later state."""
+    """Return what a module has besides children and the values of its tensors, to compare it with a later state."""
     buffers = [(name, None if b is None else (b.shape, b.dtype)) for name, b in module._buffers.items()]
     persistent = sorted(module._non_persistent_buffers_set)
     hooks = [[(key, _Same(hook)) for key, hook in vars(module).get(name, {}).items()] for name in _HOOKS]
     parameters = [(name, _Same(p)) for name, p in module._parameters.items()]
-    return [type(module), parameters, buffers, persistent, list(module._modules.keys()), hooks]
+    return [type(module), parameters, buffers, persistent, hooks]
 
 
 class _Same:
@@ -472,12 +488,21 @@ def _sent_structure(module: nn.Module) -> dict[str, Any]:
     slots["_parameters"] = dict(module._parameters)
     slots["_buffers"] = {name: None if b is None else b.detach().cpu() for name, b in module._buffers.items()}
     slots["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
-    return {"class": type(module), "slots": slots, "modules": list(module._modules)}
+    return {"class": type(module), "slots": slots}
 
 
-def _put_structures(loop: LoopState, changed: Mapping[tuple[int, str], dict[str, Any]]) -> None:
-    """Change modules as callbacks have changed them on the other side: parameters, buffers, children, hooks, class."""
+def _put_structures(
+    loop: LoopState,
+    children_of: Mapping[tuple[int, str], dict[str, Any]],
+    changed: Mapping[tuple[int, str], dict[str, Any]],
+) -> None:
+    """Change modules as callbacks have changed them on the other side: children, parameters, buffers, hooks, class."""
     modules = _modules(loop)
+    for key, children in children_of.items():
+        mine = modules[key]._modules
+        sent = {name: mine.get(name, KEPT) if child is KEPT else child for name, child in children.items()}
+        mine.clear()
+        mine.update((name, child) for name, child in sent.items() if child is not KEPT)
     for key, saved in changed.items():
         module = modules[key]
         module.__class__ = saved["class"]
@@ -490,9 +515,6 @@ def _put_structures(loop: LoopState, changed: Mapping[tuple[int, str], dict[str,
             own = before.get(name)
             if own is not None and buffer is not None and (own.shape, own.dtype) == (buffer.shape, buffer.dtype):
                 module._buffers[name] = own  # its values are written into it
-        children = {name: module._modules[name] for name in saved["modules"] if name in module._modules}
-        module._modules.clear()
-        module._modules.update(children)
 
 
 def _put_callback_state(callback: Any, saved: Any) -> None:

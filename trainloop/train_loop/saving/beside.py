@@ -21,7 +21,7 @@ from trainloop._support.user_line import described_names, warn_or_print
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.loader.loaders import is_stream
 from trainloop.data.order.columns import SplitBatches
-from trainloop.data.order.orders import as_generator, generators_of, has_state
+from trainloop.data.order.orders import as_generator, generators_of, has_state, length_of
 from trainloop.optim.optimizers import optimizers_of
 from trainloop.optim.parameters import criterion_modules, named_trained_parameters, trained_parameters
 from trainloop.parallel.sharded.shards import bit_sums
@@ -31,7 +31,7 @@ from trainloop.train_loop.saving.script_values import script_values
 __all__ = ["Beside", "saved_names", "warn_of_lost"]
 
 _DEEPEST, _MOST_PARTS, _MOST_ITEMS = 3, 64, 1000
-_MOST_BYTES, _SMALL_BYTES = 2**20, 4096  # larger arrays are not compared; larger arrays of a dataset are its data
+_MOST_BYTES, _SMALL_BYTES = 2**20, 4096  # larger arrays are not compared; of a dataset, larger images are not
 _LIBRARIES = ("torch", "torchmetrics", "builtins", "trainloop")  # metrics train nothing; the others save what they need
 _SCHEDULERS = "torch.optim.lr_scheduler"
 _OF_CALLBACKS = frozenset({"callback_name", "execution_order", "device_idx_execution", "train_loop_obj"})
@@ -186,6 +186,11 @@ class Beside:
         seen.add(id(part))
         if isinstance(part, (list, tuple)):
             return [(f"{path}[{i}]", one, depth) for i, one in enumerate(part) if len(part) <= 16]
+        if isinstance(part, (Tensor, np.ndarray)):
+            if _is_small(part):
+                self._add(path, part, "data")
+                self._data.add(path)
+            return []
         inner: list[tuple[str, Any, int]] = []
         with suppress(Exception):
             for name, value in list(getattr(part, "__dict__", {}).items()):
@@ -193,14 +198,17 @@ class Beside:
                 if id(value) in seen:
                     continue
                 is_cache = isinstance(value, (list, dict)) and hasattr(part, "__getitem__")
-                if isinstance(value, (list, deque)) and not is_cache and any(map(_is_sample, islice(value, 10))):
+                if is_cache and _are_labels(value, part):
+                    self._add(where, np.array(value), "data")
+                    self._data.add(where)
+                elif isinstance(value, (list, deque)) and not is_cache and any(map(_is_sample, islice(value, 10))):
                     # Samples that the training collects, such as a replay buffer.
                     self._add(where, [len(value), *islice(value, 2), *islice(reversed(value), 2)], "pool")
                     self._data.add(where)
                 elif (
                     generator is not None
                     or _is_iterator(value)
-                    or (name[0] != "_" and not is_cache and _is_small(value))
+                    or (name[0] != "_" and not is_cache and not _are_arrays(value) and _is_small(value))
                 ):
                     # Whole numbers mostly count what is read.
                     follows = generator is not None or isinstance(value, (float, Tensor, np.ndarray))
@@ -239,6 +247,18 @@ def warn_of_lost(loop: LoopState, saved: Mapping[str, int], epoch: int) -> None:
             f"the checkpoint does not contain {described_names(lost)}, which the training had changed. This run "
             f"continues with other values. {_HOW}"
         )
+
+
+def _are_labels(values: Any, dataset: Any) -> bool:
+    """Return True for a list with one number for each sample; a cache has nothing, or samples."""
+    if not isinstance(values, list) or not all(type(value) in (int, float) for value in islice(values, 10)):
+        return False
+    return 0 < len(values) <= _MOST_BYTES // 8 and len(values) == length_of(dataset)
+
+
+def _are_arrays(values: Any) -> bool:
+    """Return True for a tuple of tensors or arrays, such as a ``TensorDataset`` has: each is compared by itself."""
+    return isinstance(values, tuple) and any(isinstance(value, (Tensor, np.ndarray)) for value in values)
 
 
 def _kind_of(value: Any) -> Any:
@@ -300,11 +320,13 @@ def _is_iterator(value: Any) -> bool:
 
 
 def _is_small(value: Any) -> bool:
-    """Return True for a plain value, a small array or tensor on the CPU, and a container of at most 1000 items."""
-    if isinstance(value, Tensor):
-        return _is_plain_tensor(value) and value.is_cpu and value.nbytes <= _SMALL_BYTES
-    if isinstance(value, np.ndarray):
-        return value.nbytes <= _SMALL_BYTES
+    """Return True for a plain value, a small array or tensor on the CPU, and a container of at most 1000 items.
+
+    Labels and tables have at most two dimensions, and may be larger than images, which may be a cache.
+    """
+    if isinstance(value, (Tensor, np.ndarray)):
+        most = _SMALL_BYTES if value.ndim > 2 else _MOST_BYTES
+        return value.nbytes <= most and (isinstance(value, np.ndarray) or (_is_plain_tensor(value) and value.is_cpu))
     if isinstance(value, (list, tuple, dict, set, deque)):
         return len(value) <= _MOST_ITEMS
     return isinstance(value, (int, float, str, np.generic))
