@@ -10,11 +10,14 @@ import torch
 from kit.ranks import run_own_ranks
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
+    Subset,
     TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel, distributed
@@ -131,6 +134,21 @@ def rows(number: int = 40, batch: int = 10, **arguments: Any) -> DataLoader[Any]
     return DataLoader(TensorDataset(x, x[:, :1]), batch, **arguments)
 
 
+def split(rank: int) -> list[Subset[Any]]:
+    return random_split(rows().dataset, [30, 10], torch.Generator().manual_seed(rank))
+
+
+class Files(Dataset[Any]):
+    def __init__(self, names: list[str]) -> None:
+        self.names = [(f"/of_rank_{distributed.get_rank()}/{name}", 0) for name in names]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.ones(4), torch.ones(1)
+
+
 def loop_of(train: Any, validation: Any = None, test: Any = None, **arguments: Any) -> TrainLoop[Any]:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -172,6 +190,18 @@ FITS: dict[str, tuple[Callable[[int], Any], str]] = {
         lambda rank: loop_of(rows(), rows(), end_auto_eval=1 + rank).fit(2),
         "TrainLoop(end_auto_eval=2) on rank 1, but TrainLoop(end_auto_eval=1) on rank 0",
     ),
+    "a random split": (
+        lambda rank: loop_of(rows(), DataLoader(split(rank)[1], 4)).fit(1),
+        "validation_loader: the dataset on rank 1 has other names or indices than the one on rank 0",
+    ),
+    "a shard that each has taken": (
+        lambda rank: loop_of(DataLoader(Subset(rows().dataset, range(rank, 40, 2)), 10)).fit(1),
+        "train_loader: the dataset on rank 1 has other names or indices",
+    ),
+    "the order of files": (
+        lambda rank: loop_of(DataLoader(Files(["a.png", "b.png"][:: 1 - 2 * rank]), 1)).fit(1),
+        "train_loader: the dataset on rank 1 has other names or indices",
+    ),
     "epochs behind them": (
         lambda rank: loop_of(rows()).fit(1, callbacks=[AtEpoch("at epoch")]),
         "rank 1 would resume after epoch 1 and step 0, but rank 0 after epoch 0 and step 0",
@@ -211,6 +241,10 @@ FITS: dict[str, tuple[Callable[[int], Any], str]] = {
     "kinds of orders in predictions": (
         lambda rank: loop_of(rows()).predict_with_model(rows(40, shuffle=bool(rank))),
         "data_loader is a different kind of loader, or has a different kind of sampler, on rank 1 than on rank 0",
+    ),
+    "a list of texts in predictions": (
+        lambda rank: loop_of(rows()).predict_with_model(DataLoader([("a", 0), ("b" * (1 + rank), 1)])),
+        "data_loader: the dataset on rank 1 has other names or indices",
     ),
 }
 

@@ -572,6 +572,17 @@ def test_the_number_of_optimizer_steps_is_known_before_fit() -> None:
         assert trained.global_step == loop.num_optimizer_steps(**kwargs)
 
 
+@pytest.mark.parametrize("devices", [None, 1])
+def test_the_ranks_of_a_launcher_count_before_fit(monkeypatch: pytest.MonkeyPatch, devices: int | None) -> None:
+    two_hosts = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"}
+    for name, value in {**two_hosts, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    loop = make_loop(gpu_mode="ddp", accelerator="cpu", **({} if devices is None else {"devices": devices}))
+    assert (loop.num_optimizer_steps(num_epochs=1), loop.effective_batch_size) == (4, 32)  # 101 samples
+    alone = make_loop()
+    assert (alone.num_optimizer_steps(num_epochs=1), alone.effective_batch_size) == (7, 16)
+
+
 @pytest.mark.parametrize(
     ("schedule", "length", "expected"),
     [

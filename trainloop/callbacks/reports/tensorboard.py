@@ -27,6 +27,7 @@ from trainloop.callbacks.reports.event_files import SUFFIX, EventFile, EventLog
 from trainloop.callbacks.reports.trackers import Tracker
 from trainloop.callbacks.weights.train_schedule import groups_with_rates
 from trainloop.checkpoint.storage import why_not_writable
+from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import optimizers_of
 
@@ -469,10 +470,11 @@ def _section(quantity: str) -> str:
 def settings_of(loop: Any) -> dict[str, Any]:
     """Return the known settings for tables that compare runs: mode, batch size, optimizer, rates."""
     optimizers = optimizers_of(loop.optimizer)
-    device = loop.run_config.devices[0]
+    config = loop.run_config
+    device = config.devices[0]
     settings = {
         "gpu_mode": loop.gpu_mode,
-        "devices": f"{len(loop.run_config.devices) * loop.num_nodes} x {device.type}",
+        "devices": f"{config.num_ranks if has_ranks(config.mode) else len(config.devices)} x {device.type}",
         "effective_batch_size": loop.effective_batch_size,
         "grad_accumulation": loop.grad_accumulation,
         "amp": loop.options.amp.described(device).removeprefix(", AMP ") or "off",

@@ -11,6 +11,7 @@ from trainloop._support.rng import derive_seed
 from trainloop.data.batch.batches import on_device
 from trainloop.data.feed.steps import ExchangeInts
 from trainloop.data.loader import loaders
+from trainloop.data.loader.contents import contents_of
 from trainloop.data.loader.loader_copies import WorkersDataset, end_workers
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of
@@ -80,6 +81,7 @@ class EvalFeed:
         self._name = name
         self._exchange_ints = exchange_ints
         self._device = device
+        self._contents: int | None = None
         self._workers_dataset = WorkersDataset(name)
 
     @property
@@ -96,10 +98,13 @@ class EvalFeed:
         source, plain = self._source, loaders.plain_batches(self._users_loader)
         if not source.shares:
             return loaders.Shared(derive_seed(source.rule))
-        samples = None if plain is None else length_of(plain.sampler)
-        counts = (samples, self.num_batches, None if plain is None else plain.batch_size)
+        in_order = None if plain is None else length_of(plain.sampler)
+        counts = (in_order, self.num_batches, None if plain is None else plain.batch_size)
         seed = loaders.seed_in_common(self._seed) if source.draws_order else -1
-        return loaders.Shared(derive_seed(source.rule), seed, *(-1 if n is None else n for n in counts))
+        if self._contents is None:
+            self._contents = contents_of(self._users_loader)
+        samples, batches, size = (-1 if n is None else n for n in counts)
+        return loaders.Shared(derive_seed(source.rule), seed, samples, batches, size, self._contents)
 
     def close(self) -> None:
         """End persistent workers of this rank's copy of the loader; the feed can't be read afterwards."""

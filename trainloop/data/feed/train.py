@@ -17,6 +17,7 @@ from trainloop.data.feed.feed_position import FeedPosition
 from trainloop.data.feed.marks import KeptIterators
 from trainloop.data.feed.steps import BatchesLeft, ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
 from trainloop.data.loader import libraries, loaders
+from trainloop.data.loader.contents import contents_of
 from trainloop.data.loader.loader_copies import WorkersDataset, end_workers, persistent_workers
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.source.indexed import Indexed, presharded_shard, train_shard
@@ -113,7 +114,9 @@ class TrainFeed:
         if not source.sizes_known:
             return loaders.Shared(seed=seed)
         counts = (source.num_samples, source.num_batches, source.global_batch_size)
-        return loaders.Shared(derive_seed(source.rule), seed, *(-1 if n is None else n for n in counts))
+        contents = -1 if loaders.is_distributed(self._users_loader) else contents_of(self._users_loader)
+        samples, batches, size = (-1 if n is None else n for n in counts)
+        return loaders.Shared(derive_seed(source.rule), seed, samples, batches, size, contents)
 
     def note_indices(self) -> None:
         """From the next epoch on, record indices, so that the indices of a batch that can't be loaded are known."""

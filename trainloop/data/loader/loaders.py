@@ -299,6 +299,8 @@ class Shared(NamedTuple):
     samples: int = -1
     batches: int = -1
     batch_size: int = -1
+    contents: int = -1
+    """Checksum of the dataset's names and positions (:func:`~trainloop.data.loader.contents.contents_of`)."""
 
 
 NO_LOADER = Shared(rule=-2)
@@ -329,6 +331,14 @@ def check_shared(everyone: Sequence[Shared], name: str) -> None:
             "whole dataset, from which trainloop takes the rank's shard. Pass the same dataset, sampler and batch_size "
             "on every rank. If each rank has its own data, pass a loader that is already distributed (with a "
             "DistributedSampler, or an IterableDataset split by rank)."
+        )
+    if other.contents != first.contents:
+        raise ConfigurationError(
+            f"{name}: the dataset on rank {rank} has other names or indices than the one on rank 0, or has them in "
+            "another order, so the ranks' shards would repeat some samples and leave out others. Every rank must have "
+            "the whole dataset: call torch.manual_seed, or give random_split a generator with a seed, on every rank; "
+            "sort the names of files; and let trainloop take the rank's shard. If each rank has its own data, set the "
+            "dataset's attribute is_distributed = True."
         )
     if other.rule != first.rule:
         raise ConfigurationError(

@@ -369,7 +369,7 @@ class LoopState:
         size = check.loader_batch_size(self.train_loader)
         if size is None:
             return None
-        return effective_batch_size(self.gpu_mode, size, len(self.run_config.devices), self.num_nodes)
+        return effective_batch_size(self.gpu_mode, size, self.run_config.num_ranks)
 
     def num_optimizer_steps(
         self, num_epochs: int | None = None, num_iterations: int | None = None, grad_accumulation: int | None = None
