@@ -415,13 +415,6 @@ class TrainLoop(LoopState, Generic[ModelT]):
         received.raise_if_any()
         return self.model
 
-    def _reads_on(self) -> bool:
-        """Return True if the training loader is still the one in whose epoch the last ``fit`` ended."""
-        marks = self.cut_marks
-        if self.cut is None or self.cut["loop_seed"] != self.seed:
-            return False
-        return marks is None or (marks.loader is self.train_loader and not marks.changed())
-
     def register_callback(self, callback: AbstractCallback) -> None:
         """Give a callback access to the loop. ``fit`` calls this for each callback, and subclasses may override it."""
         callback.register_train_loop_object(self)

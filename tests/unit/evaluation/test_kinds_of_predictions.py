@@ -193,3 +193,14 @@ def test_metadata_of_another_length_are_told(column: Any) -> None:
     with pytest.raises(ConfigurationError, match="y_pred has 3 rows, y_true has 2 rows"):
         check_rows(([1, 2, 3], torch.zeros(2), {}), 3)
     check_rows((torch.zeros(6), torch.zeros(6), {"ids": [1, 2, 3], "rows": torch.zeros(6), "norm": 0.5}), 3)
+
+
+def test_entries_of_dicts_have_a_row_for_each_sample() -> None:
+    three, two = torch.zeros(3), torch.zeros(2)
+    with pytest.raises(ConfigurationError, match=r"3 samples, y_pred\['a'\] has 3 rows, y_pred\['b'\] has 2 rows\."):
+        check_rows(({"a": three, "b": two}, None, {}), 3)
+    with pytest.raises(ConfigurationError, match=r"y_pred has 3 rows, y_true\['a'\]\['b'\] has 2 rows\."):
+        check_rows((three, {"a": {"b": two}}, {}), 3)
+    with pytest.raises(ConfigurationError, match=r"metadata\['a'\]\['b'\] has 2 rows\."):
+        check_rows((three, None, {"a": {"b": [1, 2]}}), 3)
+    check_rows(({"a": torch.zeros(6), "b": [1] * 6, "loss": torch.tensor(1.0)}, None, {"ids": [1, 2, 3]}), 3)

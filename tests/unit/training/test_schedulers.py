@@ -572,6 +572,7 @@ def test_the_number_of_optimizer_steps_is_known_before_fit() -> None:
         assert trained.global_step == loop.num_optimizer_steps(**kwargs)
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("devices", [None, 1])
 def test_the_ranks_of_a_launcher_count_before_fit(monkeypatch: pytest.MonkeyPatch, devices: int | None) -> None:
     two_hosts = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"}
@@ -581,6 +582,35 @@ def test_the_ranks_of_a_launcher_count_before_fit(monkeypatch: pytest.MonkeyPatc
     assert (loop.num_optimizer_steps(num_epochs=1), loop.effective_batch_size) == (4, 32)  # 101 samples
     alone = make_loop()
     assert (alone.num_optimizer_steps(num_epochs=1), alone.effective_batch_size) == (7, 16)
+=======
+def test_the_number_of_steps_is_known_of_a_fit_that_continues_an_epoch(tmp_path: Path) -> None:
+    loop, length = make_loop(), {"num_iterations": 10, "grad_accumulation": 2}
+    for trained in (6, 11, 17):  # of 7 batches, an epoch has 4 steps; the calls begin after 0, 3 and 6 batches
+        planned, before = loop.num_optimizer_steps(**length), loop.global_step
+        within = Within(lambda tl: tl.num_optimizer_steps())
+        schedule = LRScheduler(lr_scheduler.OneCycleLR, "step", max_lr=0.1, total_steps=None)
+        loop.fit(
+            **length, callbacks=[within, schedule, ModelCheckpoint(tmp_path / str(trained), every_n_steps=1, keep=9)]
+        )
+        assert loop.global_step == trained
+        assert {planned, *within.values} == {trained - before} == {schedule.scheduler.total_steps}
+    third = next(path for path in sorted((tmp_path / "17").iterdir()) if "=00000014" in path.name)
+    schedule = LRScheduler(lr_scheduler.OneCycleLR, "step", max_lr=0.1, total_steps=None)
+    loop = make_loop()
+    loop.fit(**length, callbacks=[schedule, ModelCheckpoint(tmp_path)], resume_from=third)
+    assert (loop.global_step, schedule.scheduler.total_steps) == (17, 6)
+
+
+class Within(AbstractCallback):
+    def __init__(self, read: Any) -> None:
+        super().__init__("within")
+        self.read, self.values = read, set[Any]()
+
+    def on_train_begin(self) -> None:
+        self.values.add(self.read(self.train_loop_obj))
+
+    on_batch_end = on_train_end = on_train_begin
+>>>>>>> helper-r
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,8 @@ class LoopState:
         """Position within the last epoch, if the last ``fit`` ended in the middle of it; see ``noted_cut``."""
         self.cut_marks: LoaderMarks | None = None
         """Marks of the training loader that :attr:`cut` belongs to; only in the process that calls ``fit``."""
+        self.batches_before = 0
+        """Batches that earlier calls of ``fit`` have trained in the epoch in which the current one began."""
         self.worker_marks: list[LoaderMarks] = []
         """Marks of the loaders with persistent workers, as they were when the workers started; only in this process."""
         self.running: Running | None = None
@@ -377,7 +379,8 @@ class LoopState:
         """Return the number of optimizer steps of a training run. You can call it before, during and after ``fit``.
 
         The number is the same on all ranks. In one process without gradient accumulation it is ``len(train_loader) *
-        num_epochs``. With several ranks it is smaller, because each step uses a batch on each rank.
+        num_epochs``. With several ranks it is smaller, because each step uses a batch on each rank. A call of
+        ``fit(num_iterations=...)`` that continues an epoch begins with a new step.
 
         Parameters
         ----------
@@ -387,7 +390,8 @@ class LoopState:
         Returns
         -------
         int or None
-            ``None`` if the loader has no length, such as a stream.
+            ``None`` if the loader has no length, such as a stream, and ``num_iterations`` is not given. With
+            ``num_iterations``, the number is then that of one long epoch.
 
         Raises
         ------
@@ -423,10 +427,25 @@ class LoopState:
         feed = TrainFeed(self.train_loader, world_size=ranks, seed=0)
         if feed.num_batches is None:
             return -(-iterations // accumulation) if iterations else None
-        rest = 0
+        lengths = [(epochs, feed.num_batches)]  # how many parts of epochs, of how many batches
         if iterations:
-            epochs, rest = divmod(iterations, feed.num_batches)
-        return epochs * -(-feed.num_batches // accumulation) + -(-rest // accumulation)
+            first = min(iterations, max(feed.num_batches - self._begins_after(), 0))
+            epochs, last = divmod(iterations - first, feed.num_batches)
+            lengths = [(1, first), (epochs, feed.num_batches), (1, last)]
+        return sum(times * -(-batches // accumulation) for times, batches in lengths)
+
+    def _begins_after(self) -> int:
+        """Return the number of batches of its first epoch that a ``fit`` in iterations, or the current one, skips."""
+        if self.running is not None and self.running.trains:
+            return self.batches_before
+        return self.cut["place"]["epoch_batches"] if self.cut and self._reads_on() else 0
+
+    def _reads_on(self) -> bool:
+        """Return True if the training loader is still the one in whose epoch the last ``fit`` ended."""
+        marks = self.cut_marks
+        if self.cut is None or self.cut["loop_seed"] != self.seed:
+            return False
+        return marks is None or (marks.loader is self.train_loader and not marks.changed())
 
     @property
     def rank_zero_only_metrics(self) -> set[str]:

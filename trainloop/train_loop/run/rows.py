@@ -51,36 +51,39 @@ def check_rows(output: Any, size: int) -> Predictions:
     y_pred, y_true, metadata = output = as_rows(output)
     for name, y in (("y_pred", y_pred), ("y_true", y_true)):
         _check_kind(name, y)
-    counts = {}
+    counts: dict[str, int] = {}
     for name, y in (("y_pred", y_pred), ("y_true", y_true)):
-        count = _rows_of(y)
-        if count is None and size > 1 and isinstance(y, (Tensor, np.ndarray, np.generic, int, float)):
+        found = _counts(name, y)
+        if not found and size > 1 and isinstance(y, (Tensor, np.ndarray, np.generic, int, float)):
             raise ConfigurationError(
                 f"get_predictions: {name} is a single number for a batch of {size} samples. Return one row for each "
                 "sample."
             )
-        if count is not None:
-            counts[name] = count
+        counts |= found
     # A sample may have several rows. Metadata are then those of the rows or of the samples.
     wrong, allowed = len(set(counts.values())) > 1, {*counts.values(), size}
-    for key, value in metadata.items() if counts and isinstance(metadata, Mapping) else ():
-        count = _rows_of(value)
-        if count is not None and count not in allowed:
-            counts[f"metadata[{key!r}]"], wrong = count, True
+    for name, count in _counts("metadata", metadata).items() if counts and isinstance(metadata, Mapping) else ():
+        if count not in allowed:
+            counts[name], wrong = count, True
     if wrong:
-        found = ", ".join(f"{name} has {_counted(count, 'row')}" for name, count in counts.items())
+        listed = ", ".join(f"{name} has {_counted(count, 'row')}" for name, count in counts.items())
         raise ConfigurationError(
-            f"get_predictions: for a batch of {_counted(size, 'sample')}, {found}. Return one row for each sample in "
+            f"get_predictions: for a batch of {_counted(size, 'sample')}, {listed}. Return one row for each sample in "
             "each of them."
         )
     return output
 
 
-def _rows_of(value: Any) -> int | None:
-    """Return the number of rows in a column of a batch; ``None`` if they can't be counted, as in a tuple of columns."""
-    if isinstance(value, list) or is_table(value):
-        return len(value)
-    return len(value) if isinstance(value, (Tensor, np.ndarray)) and value.ndim else None
+def _counts(name: str, value: Any) -> dict[str, int]:
+    """Return the number of rows in a column of a batch, by its name; of a dict, those of its entries.
+
+    Rows that can't be counted, as in a tuple of columns, are left out.
+    """
+    if isinstance(value, Mapping):
+        return {k: n for key, part in value.items() for k, n in _counts(f"{name}[{key!r}]", part).items()}
+    if isinstance(value, list) or is_table(value) or (isinstance(value, (Tensor, np.ndarray)) and value.ndim):
+        return {name: len(value)}
+    return {}
 
 
 def _counted(number: int, noun: str) -> str:

@@ -172,6 +172,7 @@ def place_of(run: TrainingRun) -> dict[str, Any]:
     return {
         "start_epoch": run.start_epoch,
         "start_iteration": run.start_iteration,
+        "batches_before": loop.batches_before,
         "epoch": epoch,
         "epoch_steps": 0 if finished else run.epoch_steps,
         "epoch_batches": 0 if finished else run.epoch_batches,

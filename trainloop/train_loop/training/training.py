@@ -238,8 +238,10 @@ class Training(Run):
         begun = resume or self._cut
         if begun is not None and begun["place"]["seed"] is not None:
             self.seed = begun["place"]["seed"]  # continue the interrupted epoch's order
+        batches_before = resume["place"].get("batches_before", 0) if resume is not None else 0
         if self._cut is not None:
-            loop.progress.epoch = self._cut["place"]["epoch"]
+            loop.progress.epoch, batches_before = self._cut["place"]["epoch"], self._cut["place"]["epoch_batches"]
+        loop.note(batches_before=batches_before)
         with share_refusals(enabled=self.parallel):
             self.take_data()
             mine = requested_settings(self, gather=self._job.gather, resume=resume) if self.parallel else {}
