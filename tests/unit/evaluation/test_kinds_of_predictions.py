@@ -151,6 +151,9 @@ def test_tables(mode: dict[str, Any]) -> None:
     )
     assert table["a"].tolist() == [len(row) for row in ROWS]
     assert table.index[0] == "tensor(0.)"
+    # A part of one sample has as many tables as samples.
+    (column,) = predicted(lambda rows: (pd.Series([float(row[0]) for row in rows]),), **mode)
+    assert column.tolist() == X[:, 0].tolist()
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

@@ -541,7 +541,8 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
             return [combine_predictions(column, sizes, dim) for column in zip(*parts, strict=True)]
         return [row for part in parts for row in part]
     if isinstance(first, tuple):
-        plain = not hasattr(first, "_fields") and first and not any(_is_structure(item) for item in first)
+        holds_columns = any(_is_structure(item) or is_table(item) for item in first)
+        plain = not hasattr(first, "_fields") and first and not holds_columns
         if plain or are_rows(parts, sizes):
             return tuple(row for part in parts for row in part)
         entries = [combine_predictions(entry, sizes, dim) for entry in zip(*parts, strict=True)]
