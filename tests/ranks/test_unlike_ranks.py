@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from kit.ranks import run_own_ranks
 from torch.utils.data import (
@@ -293,3 +294,27 @@ def test_loops_of_ranks_say_what_differs_before_the_first_step(tmp_path: Path) -
     for name, (_, message) in REFUSED.items():
         assert "rank 1 rejected its arguments" in everyone[0][1][name], name
         assert message in everyone[1][1][name], name
+
+
+def values_of_models() -> tuple[float, float, str]:
+    """Return the loss and prediction of models that each rank makes for itself, and the error of other models."""
+    rank = distributed.get_rank()
+    torch.manual_seed(rank)
+    data = DataLoader(TensorDataset(torch.ones(40, 4), torch.ones(40, 1)), 10)
+    loop = loop_of(data)
+    loop.criterion = torch.nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0 + rank]))
+    loss = loop.evaluate(data)["loss"]
+    predicted = loop.predict_with_model(data)[0]
+    assert torch.equal(predicted, loop.model(torch.ones(40, 4)).detach())
+    loop.model.layer = torch.nn.Linear(4, 1, bias=rank == 0)
+    return loss, float(predicted[0]), error_of(lambda rank: loop.evaluate(data))
+
+
+def test_an_evaluation_uses_the_model_of_rank_0(tmp_path: Path) -> None:
+    (loss, predicted, error), other = run_own_ranks(values_of_models, 2, folder=tmp_path)
+    torch.manual_seed(0)
+    of_first = Net()(torch.ones(1, 4)).detach()
+    assert predicted == float(of_first)
+    assert loss == pytest.approx(float(torch.nn.functional.softplus(-of_first)))
+    assert other == (loss, predicted, error)
+    assert "other parameters or buffers on rank 1 than on rank 0" in error

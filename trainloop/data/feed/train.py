@@ -81,6 +81,7 @@ class TrainFeed:
         self._name = name
         self._exchange_ints = exchange_ints or (lambda mine: [mine])
         self._device = device
+        self._compared_shards = False
         self.about_iterator = ""
         """Warning about an iterator that the last two epochs shared; empty if there is none."""
         self._epoch = 0
@@ -208,11 +209,17 @@ class TrainFeed:
             )
 
     def _checked(self, items: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """Yield the items after checking that all ranks read the same order (by at most one exchange per epoch)."""
+        """Yield the items after checking that all ranks read the same order (by at most one exchange per epoch).
+
+        In the first epoch, shards of a sampler of the user are compared, too.
+        """
         first = list(islice(items, 1))
         digest = self._source.order_digest
         if digest is not None:
             loaders.check_orders(self._exchange_ints([digest]), self._users_loader, self._name)
+        if not self._compared_shards and (own := self._source.shard_digest) is not None:
+            self._compared_shards = True
+            loaders.warn_of_equal_shards(self._exchange_ints([own]), self._users_loader, self._name, self._rank)
         yield from first
         yield from items
 

@@ -18,6 +18,7 @@ from trainloop._support.platform import process_config
 from trainloop._support.rng import derive_seed
 from trainloop._support.scratch import scratch_folder
 from trainloop._support.signals import WorkerInit
+from trainloop._support.user_line import warn_or_print
 from trainloop.data.loader.libraries import counters_of, cuts_batches, is_split
 from trainloop.data.loader.loader_copies import end_workers_of
 from trainloop.data.order.columns import SplitBatches
@@ -286,6 +287,19 @@ def check_orders(digests: list[list[int]], loader: Any, name: str) -> None:
         f"{name}: {type(getattr(sampler, 'sampler', sampler)).__name__} yields a different order on each rank, so its "
         "samples can't be split over ranks. Make it draw from the global generators of torch, numpy or Python, or from "
         "a generator that has the same seed on every rank. Its data and weights must also be the same on every rank."
+    )
+
+
+def warn_of_equal_shards(digests: list[list[int]], loader: Any, name: str, rank: int) -> None:
+    """Warn, on rank 0, if a sampler that should give each rank a shard yields the same first batch on all ranks."""
+    if rank or digests[0] == [0] or any(digest != digests[0] for digest in digests):
+        return
+    kind = type(distributed_sampler(loader)).__name__
+    warn_or_print(
+        f"{name}: {kind} yields the same first batch on all ranks, so they may train on the same samples. Each rank "
+        f"has a copy of the {kind} that was created before fit, and the loop has set its attribute rank: read it in "
+        "__iter__, not in the constructor. Or pass a sampler of the whole dataset, which trainloop splits over ranks. "
+        "Ignore this if each rank is to augment the same samples."
     )
 
 

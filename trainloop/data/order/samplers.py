@@ -266,13 +266,17 @@ class PreshardedShard(_UserBatches):
     def __init__(self, sampler: Any, *, rank: int, world_size: int, seed: int | None, equal_sizes: bool) -> None:
         super().__init__(sampler, rank=rank, world_size=world_size, seed=seed)
         self.sizes_known = equal_sizes
+        self.first_batch_digest = 0
+        """Checksum of the first batch of the current pass, which should not be the same on all ranks; 0 before it."""
 
     def __len__(self) -> int:
         return len(self.base)
 
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
         """Yield this rank's batches from its ``first_batch`` on, and each rank's samples: -1 if unknown."""
+        self.first_batch_digest = 0
         for (unit,) in islice(self._read(1), first_batch, None):
+            self.first_batch_digest = self.first_batch_digest or digest_of([unit])
             size = len(unit) if isinstance(unit, (list, tuple)) else -1
             others = size if self.sizes_known else -1
             yield unit, tuple(size if rank == self.rank else others for rank in range(self.num_replicas))

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from trainloop._launch.rank_process import started_by_launch
 from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import index_blocks, shard_size
 from trainloop.data.batch.batches import SampleCounter, may_change_count
@@ -138,6 +139,14 @@ class Indexed(Source):
     @property
     def order_digest(self) -> int | None:
         return self._shard.digest
+
+    @property
+    def shard_digest(self) -> int | None:
+        # Torch's sampler reads its rank in each pass. Under a launcher, the rank was known to the constructor.
+        shard = self._shard
+        if isinstance(shard, PreshardedShard) and not shard.sizes_known and started_by_launch():
+            return shard.first_batch_digest
+        return None
 
     def row_order(self, sizes: Sequence[int]) -> Sequence[int] | None:
         return self._shard.row_order(sizes)

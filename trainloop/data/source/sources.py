@@ -99,6 +99,14 @@ class Source:
 
     _digest: int | None = None
 
+    @property
+    def shard_digest(self) -> int | None:
+        """Checksum of the first batch of a pass, which a sampler of the user has chosen for this rank.
+
+        None if no such sampler was copied to ranks. Known after the first item.
+        """
+        return None
+
     def _comparing_first(self, items: Iterator[T], digest: Callable[[T], int | None]) -> Iterator[T]:
         """Return the items after taking the first one's checksum, where all ranks must read the same first item."""
         first = list(islice(items, 1))

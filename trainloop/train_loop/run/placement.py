@@ -14,14 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainloop import distributed
 from trainloop._support.nested import parts_of, paths_of
+from trainloop._support.rng import derive_seed
 from trainloop.devices import has_ranks
+from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import all_optimizers
 from trainloop.optim.parameters import criterion_modules, own_parameters
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, sync_batchnorm
 from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
 from trainloop.parallel.dp import expect_samples
+from trainloop.parallel.sharded.shards import bit_sums, dense_parts
 from trainloop.train_loop.arguments.options import FitJob
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.run.recompute import recomputing
@@ -181,6 +185,9 @@ def placed(loop: LoopState, job: FitJob | None, *, joined: bool) -> Iterator[Pla
             module.to(device)
         for optimizer in optimizers if mode != "fsdp" else ():
             move_state(optimizer, device)
+        if mode == "ddp" and job is None and (joined or loop.num_nodes > 1):
+            # Each of these processes has a model of its own; in training, DDP sends rank 0's values.
+            _take_first_ranks_values([model, *criterion_modules(criterion)])
         # Only here is the GPU known, with a context in which its capabilities can be queried.
         amp = options.amp.on(device)
         if syncs_batchnorm:
@@ -215,6 +222,28 @@ def placed(loop: LoopState, job: FitJob | None, *, joined: bool) -> Iterator[Pla
         )
         undo.callback(place.release)
         yield place
+
+
+def _take_first_ranks_values(modules: Iterable[nn.Module]) -> None:
+    """Overwrite parameters and buffers with rank 0's if any rank has others. Collective.
+
+    Raises
+    ------
+    ConfigurationError
+        If a rank has other modules than rank 0.
+    """
+    named = [(n, t) for module in modules for n, t in (*module.named_parameters(), *module.named_buffers())]
+    dense = [part for _, tensor in named for part in dense_parts(tensor.detach())]
+    forms = derive_seed(repr([(n, t.dtype, [*t.shape]) for n, t in named]), *(part.numel() for part in dense))
+    everyone = distributed.exchange_ints([forms, derive_seed(*bit_sums(dense))], "the beginning of an evaluation")
+    odd = next((rank for rank, theirs in enumerate(everyone) if theirs[0] != everyone[0][0]), None)
+    if odd is not None:
+        raise ConfigurationError(
+            f"the model or the criterion has other parameters or buffers on rank {odd} than on rank 0. Create the same "
+            "model on every rank."
+        )
+    if any(theirs != everyone[0] for theirs in everyone):
+        copy_from_first(dense)
 
 
 def check_values(module: nn.Module, name: str = "model") -> None:
