@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from trainloop import TrainLoop, TTModel
 from trainloop.data import EvalFeed, TrainFeed
-from trainloop.data.batch.batches import SampleCounter, count_collated, count_samples
+from trainloop.data.batch.batches import SampleCounter, count_collated, count_samples, samples_of_batch
 
 ITEMS = [(torch.full((3, 2, 2), float(i)), {"y": torch.tensor(float(i) ** 2)}) for i in range(7)]
 
@@ -50,13 +50,15 @@ def by_hand(parts: list[list[Any]]) -> tuple[float, float]:
     return w.grad.item(), loss.item()
 
 
-def test_inputs_and_labels_of_two_loaders_in_a_dict_are_no_samples() -> None:
+def test_inputs_and_labels_of_two_loaders_are_no_samples() -> None:
     def pair(n: int) -> list[torch.Tensor]:
         return [torch.zeros(n, 2), torch.zeros(n)]  # as a DataLoader makes it
 
     assert count_collated({"a": pair(8), "b": pair(8)}) == 8
     assert count_collated({"a": pair(8), "b": pair(5)}) is None  # and not 2, the length of the lists
     assert count_samples({"a": pair(8), "b": pair(5)}) == 8
+    assert samples_of_batch((pair(8), pair(8))) == samples_of_batch((pair(8), pair(5))) == 8  # of zip(loader, other)
+    assert samples_of_batch([tuple(pair(8)), tuple(pair(5))]) == 2
     assert count_collated({"images": [torch.zeros(3, 4), torch.zeros(3, 5)], "labels": torch.zeros(2)}) == 2
 
 

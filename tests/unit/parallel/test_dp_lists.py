@@ -291,3 +291,38 @@ def test_boxes_stay_whole_in_a_batch_that_has_as_many_as_images() -> None:
         loop.fit(num_epochs=1)
         results.append(model.net.weight)
     assert torch.equal(*results)
+
+
+class OfTwo:
+    """Batches of two loaders, the second of which has more samples in each batch."""
+
+    def __init__(self, size: int, two_views: bool) -> None:
+        self.size, self.two_views = size, two_views
+
+    def __iter__(self) -> Iterator[Any]:
+        for begin in range(0, N - 1, self.size):  # the last batch may have two samples, as many as columns
+            x, y, u = X[begin : N - 1][: self.size], Y[begin : N - 1, 0][: self.size], X[:7]
+            yield {"a": [x, y], "b": [u, 0.9 * u] if self.two_views else [u, u[:, 0].long()]}
+
+    def __len__(self) -> int:
+        return -(-(N - 1) // self.size)
+
+
+@pytest.mark.filterwarnings(NOT_DIVIDED)
+@pytest.mark.parametrize(("size", "two_views"), [(5, True), (5, False), (2, False)])
+def test_columns_of_a_second_loader_are_not_divided_as_samples(size: int, two_views: bool) -> None:
+    class OfBoth(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+            (x, y), (first, second) = batch_data["a"], batch_data["b"]
+            return (self(x)[:, 0] - y).square().mean() + (self(first) * second.double().mean()).square().mean()
+
+    results = []
+    for how in ({}, {"gpu_mode": "dp", "devices": 2}):
+        model = OfBoth(KINDS["two tensors"])
+        loop = TrainLoop(
+            model, OfTwo(size, two_views), None, None, optim.SGD(model.parameters(), lr=0.01), None,
+            accelerator="cpu", progress_bar=False, **how,
+        )  # fmt: skip
+        loop.fit(num_epochs=1)
+        results.append(model.net.weight)
+    assert torch.equal(*results)

@@ -257,7 +257,11 @@ def _lengths(value: Any, seen: dict[int, Any], *, top: bool = False) -> Iterator
         inner_kinds = [[_kind(item) for item in part] for part in sequences]
         are_rows = all(kinds_of == inner_kinds[0] for kinds_of in inner_kinds)
         if are_rows and len(set(inner_kinds[0])) > 1:
-            yield {len(value)}
+            # zip(loader, other) makes a tuple of the batches [x, y] of two loaders.
+            batches = [_rows_of_columns(part) for part in sequences] if top and type(value) is tuple else [None]
+            yield from (
+                [{len(value)}] if None in batches else [column for columns in batches for column in columns or ()]
+            )
             return
     same = len({_shape(part) for part in value}) == 1 and (are_rows or not sequences)
     # Samples are of one kind, but not columns such as inputs and labels, which a dict of several loaders has in lists.
@@ -267,6 +271,13 @@ def _lengths(value: Any, seen: dict[int, Any], *, top: bool = False) -> Iterator
         return
     columns = [column for part in value for column in _lengths(part, seen)]
     yield {len(value)} | (set.intersection(*columns) if columns else set())
+
+
+def _rows_of_columns(batch: Any) -> list[set[int]] | None:
+    """Return the number of rows of each column of a batch as a ``DataLoader`` makes it; ``None`` if it is no such."""
+    columns = [shape[:1] for part in batch if (shape := _shape(part))]
+    is_batch = type(batch) is list and len(columns) == len(batch) and len(set(columns)) == 1
+    return [{int(rows)} for (rows,) in columns] if is_batch else None
 
 
 def _kind(value: Any) -> Any:

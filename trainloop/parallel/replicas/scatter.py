@@ -146,13 +146,18 @@ class _Cut:
                 return item.take(range(begin, end), self.dim)
             # From data: an in-place change of one part must not make autograd reject what it has saved of another part.
             return (item if item.requires_grad else item.data).narrow(self.dim, begin, end - begin)
-        if type(item) in (list, tuple) and len(item) == self.length and self._has_samples(item, top):
+        is_list = type(item) in (list, tuple) and len(item) == self.length and not self._has_others(item)
+        if is_list and self._has_samples(item, top):
             self.found = True
             return item[begin:end]
         if self._known and parts_of(item) is None and self._may_have_samples(item):
             self.uncut.append(f"a {type(item).__name__}")
             return item
         return map_parts(lambda part: self._part(part, begin, end), item)
+
+    def _has_others(self, item: Any) -> bool:
+        """Return True if tensors in the next item had other lengths than their batches, in this batch or earlier."""
+        return self._known and not self._others.isdisjoint(range(self._number, self._number + _count_tensors(item)))
 
     def _may_have_samples(self, item: Any) -> bool:
         """Return True for an object that is no container, but may have tensors, or one item per sample."""
@@ -175,8 +180,13 @@ class _Cut:
         alike = len({form_of(item) for item in items if not (isinstance(item, (list, tuple)) and not item)}) <= 1
         if not self._known:  # as for nn.DataParallel, tensors in a list are columns
             return alike and not all(rows) and not any(map(_has_tensors, items))
-        top_is_columns = top and all(_length(item, self.dim) == self.length for item in items)
-        if alike and not top_is_columns and (all(rows) or (top and (any(rows) or type(items) is tuple))):
+        lengths = {_length(item, self.dim) for item in items}
+        top_is_columns = top and lengths == {self.length}
+        # Inputs and labels of another loader in the batch have as many rows as each other.
+        may_be_columns = not alike and not top and not any(rows) and len(lengths) == 1 and None not in lengths
+        if may_be_columns or (
+            alike and not top_is_columns and (all(rows) or (top and (any(rows) or type(items) is tuple)))
+        ):
             raise NotDivisibleError(
                 f"a {type(items).__name__} of {self.length} items may contain the batch's {self.length} samples or "
                 "columns with one row per sample"
@@ -201,6 +211,12 @@ class _Cut:
 
 def _attributes(item: Any) -> Iterable[Any]:
     return getattr(item, "__dict__", {}).values()
+
+
+def _count_tensors(item: Any) -> int:
+    if isinstance(item, (Tensor, np.ndarray)):
+        return 1
+    return sum(map(_count_tensors, parts_of(item) or ()))
 
 
 def _has_tensors(item: Any) -> bool:
