@@ -572,7 +572,6 @@ def test_the_number_of_optimizer_steps_is_known_before_fit() -> None:
         assert trained.global_step == loop.num_optimizer_steps(**kwargs)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("devices", [None, 1])
 def test_the_ranks_of_a_launcher_count_before_fit(monkeypatch: pytest.MonkeyPatch, devices: int | None) -> None:
     two_hosts = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"}
@@ -582,7 +581,8 @@ def test_the_ranks_of_a_launcher_count_before_fit(monkeypatch: pytest.MonkeyPatc
     assert (loop.num_optimizer_steps(num_epochs=1), loop.effective_batch_size) == (4, 32)  # 101 samples
     alone = make_loop()
     assert (alone.num_optimizer_steps(num_epochs=1), alone.effective_batch_size) == (7, 16)
-=======
+
+
 def test_the_number_of_steps_is_known_of_a_fit_that_continues_an_epoch(tmp_path: Path) -> None:
     loop, length = make_loop(), {"num_iterations": 10, "grad_accumulation": 2}
     for trained in (6, 11, 17):  # of 7 batches, an epoch has 4 steps; the calls begin after 0, 3 and 6 batches
@@ -610,7 +610,6 @@ class Within(AbstractCallback):
         self.values.add(self.read(self.train_loop_obj))
 
     on_batch_end = on_train_end = on_train_begin
->>>>>>> helper-r
 
 
 @pytest.mark.parametrize(
