@@ -161,6 +161,18 @@ class RemovesBuffer(AbstractCallback):
 
 
 @pytest.mark.long
+def test_the_last_buffer_may_be_removed_while_ranks_train() -> None:
+    loop = loop_of("rate", "ddp")
+    loop.model.register_buffer("last", torch.ones(1))
+    removes = RemovesBuffer("removes")
+    removes.on_epoch_begin = removes.on_train_end  # type: ignore[method-assign]
+    removes.on_train_end = removes.on_train_begin  # type: ignore[method-assign]
+    loop.fit(num_epochs=1, callbacks=[removes])
+    assert "last" not in loop.model.state_dict()
+    assert loop.global_step == 4
+
+
+@pytest.mark.long
 def test_ranks_own_states_the_end_of_an_epoch_and_the_last_buffer(tmp_path: Path) -> None:
     def fit(epochs: int, folder: str, resume: str | None = None) -> tuple[list[float], int, Net]:
         loop = loop_of("rate", "ddp", seed=0)

@@ -145,6 +145,7 @@ class Pickler(cloudpickle.Pickler):
             context = compile_context_of(obj)
             if context is not None:
                 return reduce_compiled_function(obj, context)
+            return _with_shared_cells(obj, reduced) if obj.__closure__ else reduced
         if isinstance(obj, type) and isinstance(reduced, tuple) and "__slots__" in vars(obj):
             return _with_slots(obj, reduced)
         return reduced
@@ -350,6 +351,7 @@ def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
 
 _SPECIAL: list[tuple[Any, Callable[[Any, Any], Any]]] = [
     ((type, types.FunctionType), lambda pickler, obj: pickler._reduce_definition(obj)),
+    (types.CellType, lambda pickler, cell: (types.CellType, ())),  # the functions that have it send its contents
     (torch.UntypedStorage, lambda pickler, obj: pickler._reduce_storage(obj)),
     (torch.storage.TypedStorage, _reduce_typed_storage),
     (type(functools.cache(len)), lambda pickler, obj: pickler._reduce_cached(obj)),
@@ -476,6 +478,39 @@ def _with_slots(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _memoryview(buffer: Any, format: str, shape: tuple[int, ...]) -> memoryview:
     return memoryview(buffer).cast("B").cast(format, shape)  # type: ignore[call-overload]
+
+
+def _with_shared_cells(function: types.FunctionType, reduced: Any) -> Any:
+    """Return cloudpickle's reduction of a function, with its very cells: functions may share a variable.
+
+    cloudpickle makes new cells for each function, so that one of them would not see what another one assigns.
+    """
+    make, (*arguments, _), (attributes, slots), _, _, set_state = reduced
+    cells = function.__closure__ or ()
+    contents = [_contents_of(cell) for cell in cells]
+    return (
+        make,
+        (*arguments, cells),
+        (set_state, (attributes, {**slots, "__closure__": None}), contents),
+        None,
+        None,
+        _fill,
+    )
+
+
+def _contents_of(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # not assigned yet
+        return ()
+
+
+def _fill(function: types.FunctionType, state: Any) -> None:
+    set_state, of_function, contents = state
+    for cell, held in zip(function.__closure__ or (), contents, strict=True):
+        if held:
+            (cell.cell_contents,) = held
+    set_state(function, of_function)
 
 
 # --------------------------------------------------------------------------------------------------------------------

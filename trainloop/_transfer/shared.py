@@ -78,9 +78,18 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
         elif isinstance(obj, torch.Tensor):
             found[path] = obj
         elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial, tuple)):
+            if isinstance(obj, types.FunctionType) and "<" in obj.__qualname__:  # others are sent by their names
+                found[path] = obj
             queue.extend((path + suffix, part) for suffix, part in _held(obj))  # only the parts can be written to
+        elif isinstance(obj, types.CellType):
+            contents = _contents(obj)
+            if not contents or not isinstance(contents[0], _DATA):
+                found[path] = obj
+                queue.extend((f"{path}.contents", part) for part in contents)
         elif (contents := _contents(obj)) is not None:
             found[path] = obj
+            if type(obj).__module__ != "builtins" and isinstance(obj, (*_ITEMS, dict)) and hasattr(obj, "__dict__"):
+                queue.append((f"{path}.__dict__", vars(obj)))  # the attributes beside the items
             items = contents.items() if isinstance(contents, dict) else enumerate(contents)
             # Keys may be parameters, so the position of a key identifies it on both sides.
             queue.extend((f"{path}.{key if isinstance(key, str) else i}", v) for i, (key, v) in enumerate(items))
@@ -98,10 +107,7 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
         yield ".func", obj.func
     else:
         for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
-            try:
-                yield f".{name}", cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
+            yield f".{name}", cell
 
 
 def _contents(obj: Any, most: float = _LONG) -> Any:
@@ -115,6 +121,13 @@ def _contents(obj: Any, most: float = _LONG) -> Any:
         return list(obj) if len(obj) <= most else None
     if isinstance(obj, dict):
         return dict(obj) if len(obj) <= most or any(isinstance(key, torch.Tensor) for key in obj) else None
+    if isinstance(obj, types.FunctionType):
+        return dict(vars(obj))
+    if isinstance(obj, types.CellType):
+        try:
+            return (obj.cell_contents,)
+        except ValueError:  # not assigned yet
+            return ()
     if isinstance(obj, np.ndarray):
         return (obj.view(),) if type(obj) is np.ndarray else None  # a view, since the array itself is a reference
     if isinstance(obj, torch.Generator):
@@ -126,8 +139,11 @@ def _contents(obj: Any, most: float = _LONG) -> Any:
     if (state := kept_state(obj)) is None:
         return None
     attributes, kept = own_attributes(obj), attributes_in(state)
-    if hasattr(type(obj), "__setstate__") and not (attributes and kept):
-        return (state,)
+    if hasattr(type(obj), "__setstate__"):
+        # Only the class can read a state with other names or values than its attributes.
+        as_it_is = all(attributes.get(name, _MISSING) is value for name, value in kept.items())
+        if not (attributes and kept) or not (as_it_is or isinstance(obj, nn.Module)):
+            return (state,)
     torch_own = _TORCH_OWN if isinstance(obj, nn.Module) else ()
     return {
         name: value
@@ -226,7 +242,12 @@ def _put_attributes(obj: Any, attributes: dict[str, Any]) -> None:
             vars(obj)[name] = value
 
 
-def _put_state(own: Any, state: Any) -> None:
+def _put_state(own: Any, *contents: Any) -> None:
+    if isinstance(own, types.CellType):
+        if contents:
+            own.cell_contents = contents[0]
+        return
+    (state,) = contents
     if isinstance(own, torch.Generator):
         own.set_state(state)
     elif isinstance(own, np.random.Generator):

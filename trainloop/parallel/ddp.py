@@ -326,9 +326,16 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
 
     def share_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks, unless ``broadcast_buffers=False``. Collective."""
-        # The list that DDP keeps may be outdated, if the last buffer was removed.
-        if self.broadcast_buffers and any(n not in self.parameters_to_ignore for n, _ in self.module.named_buffers()):
+        if self.broadcast_buffers and self._has_buffers():
             self._sync_buffers()
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return True if the next forward copies rank 0's buffers to all ranks."""
+        return bool(super().will_sync_module_buffers()) and self._has_buffers()
+
+    def _has_buffers(self) -> bool:
+        """Return True if there are buffers to share now. DDP's list is outdated if the last one was removed."""
+        return any(name not in self.parameters_to_ignore for name, _ in self.module.named_buffers())
 
     def check_reduced(self) -> None:
         """Check that the last backward averaged the gradients of all parameters over the ranks.

@@ -320,6 +320,14 @@ def test_attributes_with_names_of_a_checkpoint_s_methods_are_the_users() -> None
         make_loop().fit(num_epochs=1, callbacks=[callback])
 
 
+@pytest.mark.parametrize("name, value", [("shared", {"a": 1}), ("shared", "log_dir"), ("state_key", 3)])
+def test_an_attribute_that_the_loop_reads_has_no_other_meaning(name: str, value: Any) -> None:
+    callback = AbstractCallback("mine")
+    setattr(callback, name, value)
+    with pytest.raises(ConfigurationError, match=rf"AbstractCallback\.{name}=.*Use another name"):
+        make_loop().fit(num_epochs=1, callbacks=[callback])
+
+
 @pytest.mark.filterwarnings("ignore:StochasticWeightAveraging.* in the middle")
 @pytest.mark.parametrize("first", [[0.1], [0.1, 0.05, 0.02, 0.01]], ids=len)
 def test_callbacks_of_one_loop_can_be_used_in_another(tmp_path: Path, first: list[float | None]) -> None:

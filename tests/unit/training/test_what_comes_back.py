@@ -342,6 +342,77 @@ def state_of(obj: Any) -> Any:
     return obj.get_state().tolist() if isinstance(obj, torch.Generator) else pickle.dumps(obj)
 
 
+def test_closures_share_their_variables_in_ranks_and_afterwards() -> None:
+    def counting() -> tuple[Callable[[], None], Callable[[], int]]:
+        count = 0
+
+        def add() -> None:
+            nonlocal count
+            count += 1
+
+        return add, lambda: count
+
+    loop: Any = loop_of(OPTIMIZERS["AdamW"])
+    add, read = counting()
+    add()
+    loop.model.add, loop.callbacks[0].read, loop.callbacks[0].add = add, read, add
+    seen = []
+
+    def work(loop: Any) -> None:
+        loop.model.add()
+        loop.callbacks[0].add()
+        seen.append(loop.callbacks[0].read())
+
+    through_a_rank(loop, work)
+    assert (seen, read()) == ([3], 3)
+    assert loop.model.add is loop.callbacks[0].add is add
+    assert loop.callbacks[0].read is read
+
+
+class Named(list[int]):
+    """A container with an attribute."""
+
+    name = ""
+
+
+class Packed:
+    """Its state has other names and values than its attributes."""
+
+    def __init__(self) -> None:
+        self.items, self._position, self.rows = [1], 0, np.zeros(2)
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"items": self.items, "position": self._position, "rows": self.rows.tolist()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.items, self._position, self.rows = state["items"], state["position"], np.array(state["rows"])
+        self.lock = threading.Lock()
+
+
+def test_attributes_of_containers_and_states_of_their_own_come_back() -> None:
+    loop: Any = loop_of(OPTIMIZERS["AdamW"])
+    named, packed, unchanged = Named([1]), Packed(), Packed()
+    items, lock = packed.items, unchanged.lock
+    loop.model.named, loop.callbacks[0].packed, loop.callbacks[0].unchanged = named, packed, unchanged
+
+    def work(loop: Any) -> None:
+        loop.model.named.name = "changed"
+        loop.model.named.append(2)
+        own = loop.callbacks[0].packed
+        own.items.append(2)
+        own._position, own.rows = 3, np.ones(2)
+
+    through_a_rank(loop, work)
+    assert loop.model.named is named
+    assert (named, named.name) == ([1, 2], "changed")
+    assert loop.callbacks[0].packed is packed
+    assert (packed.items, packed._position, packed.rows.tolist()) == ([1, 2], 3, [1.0, 1.0])
+    assert packed.items is items
+    assert loop.callbacks[0].unchanged is unchanged
+    assert unchanged.lock is lock
+
+
 @pytest.mark.parametrize(
     "make, change",
     [

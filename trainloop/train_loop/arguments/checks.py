@@ -260,7 +260,23 @@ def check_callbacks(callbacks: Any, name: str = "callbacks") -> list[AbstractCal
             )
         if any(callback is other for other in callbacks[:i]):
             raise ConfigurationError(f"{name}[{i}]={short(callback)} is in the list twice. Remove one.")
+        _check_own_attributes(callback)
     return list(callbacks)
+
+
+def _check_own_attributes(callback: AbstractCallback) -> None:
+    """Raise an error if a callback has given an attribute that the loop reads another meaning."""
+    names = callback.shared
+    meant = {
+        "shared": (isinstance(names, (tuple, list)) and all(isinstance(one, str) for one in names), "a tuple of names"),
+        "state_key": (isinstance(callback.state_key, str), "a text"),
+    }
+    for name, (is_right, kind) in meant.items():
+        if not is_right:
+            raise ConfigurationError(
+                f"{type(callback).__name__}.{name}={short(getattr(callback, name))}: the loop reads this attribute of "
+                f"AbstractCallback, as {kind}. Use another name for yours."
+            )
 
 
 def check_quota(resources: Any) -> Any:
