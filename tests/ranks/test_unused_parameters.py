@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from kit import reference
 from kit.ranks import run_own_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, MultiLoss, TrainLoop, TTModel, distributed
+from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel, distributed
 
 GLOBAL_BATCH = 8
 
@@ -187,3 +188,26 @@ def test_a_parameter_may_be_unused_after_a_step_that_only_some_ranks_have(tmp_pa
             assert "second.bias" in without[0]
             assert "second.bias" not in without[2]
             assert reference.largest_difference(weights, expected) < 1e-9, options
+
+
+READ: dict[str, TTModel] = {}
+
+
+class ReadsGlobal(Branches):
+    """Reads the model from a global of this module, which ranks import again."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        yield "all", criterion(READ["model"](batch_data[0]), batch_data[1])
+
+
+def test_a_training_that_reaches_no_parameter_is_warned_of(capfd: pytest.CaptureFixture[str]) -> None:
+    READ["model"] = model = ReadsGlobal("steps")
+    optimizer = MultiOptimizer({"all": torch.optim.SGD(model.parameters(), lr=0.1)})
+    before = model.first.weight.detach().clone()
+    loop = TrainLoop(
+        model, DataLoader(rows(), 4), None, None, optimizer, nn.CrossEntropyLoss(),
+        gpu_mode="ddp", devices=2, accelerator="cpu", progress_bar=False,
+    )  # fmt: skip
+    loop.fit(num_epochs=2)
+    assert torch.equal(model.first.weight, before)
+    assert capfd.readouterr().err.count("No trained parameter got a gradient in this epoch") == 1

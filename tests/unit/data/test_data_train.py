@@ -35,6 +35,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainloop.data import EvalFeed, StepBatches, TrainFeed
 from trainloop.data.loader.loader_copies import end_workers
+from trainloop.data.order.orders import generators_of
 from trainloop.errors import ConfigurationError
 
 # -- shares ------------------------------------------------------------------------------------------------------------
@@ -351,6 +352,27 @@ def test_distributed_samplers_of_loaders_within_a_loader_get_the_rank() -> None:
     loader = Zipped(DataLoader(dataset, 4, sampler=samplers[0]), DataLoader(dataset, 4))
     with pytest.raises(ConfigurationError, match="loaders with and without a sampler that splits samples over ranks"):
         TrainFeed(loader, rank=0, world_size=2, seed=SEED)
+
+
+def test_loaders_in_nested_containers_are_loaders_within_a_loader() -> None:
+    class Mixed(Zipped):
+        """Each loader has a weight, and the loaders are in groups."""
+
+        def __init__(self, *loaders: Any) -> None:
+            self.groups = {"all": [(loader, 0.5) for loader in loaders]}
+
+        def __iter__(self) -> Any:
+            return zip(*(loader for loader, _ in self.groups["all"]), strict=False)
+
+    dataset = Rows()
+    samplers: list[Any] = [DistributedSampler(dataset, num_replicas=2, rank=0, seed=seed) for seed in range(2)]
+    loader = Mixed(*(DataLoader(dataset, 4, sampler=sampler) for sampler in samplers))
+    feed = TrainFeed(loader, rank=1, world_size=2, seed=SEED, exchange_ints=lambda values: [values] * 2)
+    feed.set_epoch(3)
+    assert [(sampler.rank, sampler.epoch) for sampler in samplers] == [(1, 3)] * 2
+    generator = torch.Generator()
+    loader = Mixed(DataLoader(dataset, 4, shuffle=True, generator=generator))
+    assert [*generators_of(loader).values()] == [generator]
 
 
 def test_what_is_known_of_an_epoch() -> None:

@@ -184,15 +184,22 @@ def _is_sampler(value: Any) -> bool:
 
 
 def _attributes_of(holder: Any) -> dict[str, Any]:
-    """Return an object's attributes, with the items of lists, tuples and dicts of samplers, loaders or generators."""
+    """Return an object's attributes, and the samplers, loaders and generators in lists, tuples and dicts among them."""
     found: dict[str, Any] = {}
     for name, value in getattr(holder, "__dict__", {}).items():
         found[name] = value
-        if type(value) in (list, tuple, dict):
-            items = dict(islice(value.items() if isinstance(value, dict) else enumerate(value), _MOST_ITEMS))
-            if any(isinstance(item, DataLoader) or _is_sampler(item) or as_generator(item) for item in items.values()):
-                found.update({f"{name}[{key}]": item for key, item in items.items()})
-    return found
+        found.update(islice(_items_of(name, value), _MOST_ITEMS))
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _items_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the items of nested lists, tuples and dicts by name: None for what is no sampler, loader or generator."""
+    if type(value) not in (list, tuple, dict):
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        own = f"{name}[{key}]"
+        yield own, item if isinstance(item, DataLoader) or _is_sampler(item) or as_generator(item) else None
+        yield from _items_of(own, item)
 
 
 class Generator(Protocol):

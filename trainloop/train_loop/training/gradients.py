@@ -200,6 +200,7 @@ class Gradients:
     def check_same_weights(self) -> None:
         """Check that all ranks have the same weights. Collective in ``ddp``."""
         if self.trained is not None:
+            self.trained.warn_if_unreached()
             # A rank without a batch in the last step has not changed its buffers.
             buffers_too = not self.weight.ragged
             callbacks = self._run.loop.callbacks

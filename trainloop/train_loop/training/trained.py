@@ -67,6 +67,7 @@ class TrainedParameters:
         self._patience_s = min(_RENDEZVOUS_S, timeout_s / 2)
         self._beside: dict[str, Tensor] = {}
         self._known_criterion: Any = self  # none yet
+        self._reached: bool | None = None  # False after steps without gradients
         self.note()
 
     def note(self) -> None:
@@ -170,8 +171,10 @@ class TrainedParameters:
         if late or self._beside:
             reduce_gradients([*self._beside.values(), *late])
 
-    def warn_of_unused(self, parameters: Iterable[Tensor]) -> None:
+    def warn_of_unused(self, parameters: Sequence[Tensor]) -> None:
         """Warn, after the first step of these parameters, of those outside of the model that got no gradient."""
+        if self._reached is not True:
+            self._reached = any(p.grad is not None for p in parameters)
         if self._unused_warned or not self._beside:
             return
         self._unused_warned = True
@@ -183,6 +186,16 @@ class TrainedParameters:
                 "get_loss reads a parameter from a global of another module, that is not the optimizer's in ranks, "
                 "where the module is imported again: make it an attribute of the model or the criterion."
             )
+
+    def warn_if_unreached(self) -> None:
+        """Warn, at the end of an epoch, if no parameter has got a gradient so far."""
+        if self._reached is False and distributed.is_global_zero():
+            warn_or_print(
+                "No trained parameter got a gradient in this epoch, so the training has not changed the model. If "
+                "get_loss reads the model from a global of another module, that is a copy in ranks, where the module "
+                "is imported again: use self in get_loss, or make it an attribute of the model."
+            )
+        self._reached = True
 
     def check_same_weights(
         self,
