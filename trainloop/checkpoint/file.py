@@ -233,11 +233,24 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Tensor], *,
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the weights in a safetensors file, on the CPU, for ``model.load_state_dict`` (extra ``safetensors``)."""
+    """Return the weights in a safetensors file, on the CPU, for ``model.load_state_dict`` (extra ``safetensors``).
+
+    Raises
+    ------
+    CheckpointError
+        If there is no such file, or if it is no safetensors file.
+    """
+    safetensors = import_extra("safetensors.torch", f"reading {os.fspath(path)!r}", "safetensors")
     where, name = split_file(path)
-    with where.open(name) as file:
-        safetensors = import_extra("safetensors.torch", f"reading {os.fspath(path)!r}", "safetensors")
-        weights: dict[str, Tensor] = safetensors.load(file.read())
+    try:
+        with where.open(name) as file:
+            weights: dict[str, Tensor] = safetensors.load(file.read())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{where.path(name)}: no such file. Pass the path of a safetensors file.") from error
+    except (OSError, import_extra("safetensors", "reading weights", "safetensors").SafetensorError) as error:
+        raise CheckpointError(
+            f"{where.path(name)} can't be read ({type(error).__name__}: {error}). Pass the path of a safetensors file."
+        ) from error
     return weights
 
 

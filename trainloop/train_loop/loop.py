@@ -417,6 +417,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
 
     def register_callback(self, callback: AbstractCallback) -> None:
         """Give a callback access to the loop. ``fit`` calls this for each callback, and subclasses may override it."""
+        check.check_callbacks([callback])
         callback.register_train_loop_object(self)
 
     def own_callbacks(self) -> list[AbstractCallback]:

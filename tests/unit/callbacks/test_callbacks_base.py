@@ -320,6 +320,11 @@ def test_attributes_with_names_of_a_checkpoint_s_methods_are_the_users() -> None
         make_loop().fit(num_epochs=1, callbacks=[callback])
 
 
+def test_what_is_registered_is_a_callback() -> None:
+    with pytest.raises(ConfigurationError, match=r"callbacks\[0\]=3: must be an instance of AbstractCallback"):
+        make_loop().register_callback(3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name, value", [("shared", {"a": 1}), ("shared", "log_dir"), ("state_key", 3)])
 def test_an_attribute_that_the_loop_reads_has_no_other_meaning(name: str, value: Any) -> None:
     callback = AbstractCallback("mine")

@@ -37,7 +37,7 @@ def by_hand(model: Net, loop: Any, change_gradients: Any) -> nn.Module:
     [
         (GradientClipping(max_norm=0.1), lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1)),
         (
-            GradientClipping(max_norm=0.1, norm_type=math.inf),
+            GradientClipping(max_norm=0.1, norm_type="inf"),  # type: ignore[arg-type]  # as torch's function has it
             lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1, math.inf),
         ),
         (GradientClipping(max_value=0.01), lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.01)),
@@ -113,6 +113,7 @@ def test_clipping_needs_a_limit(make: Any) -> None:
     "make, words",
     [
         (lambda: GradientClipping(max_norm=0), "GradientClipping: max_norm=0: must be a number above 0"),
+        (lambda: GradientClipping(1.0, norm_type="a"), "GradientClipping: norm_type='a': must be a number"),  # type: ignore[arg-type]
         (lambda: GradientClipping(-1.0), "GradientClipping: max_norm=-1.0: must be a number above 0"),
         (lambda: GradientClipping(max_value=math.nan), "GradientClipping: max_value=nan: must be a number above 0"),
         (lambda: GradientStats(every_n_steps=0), "GradientStats: every_n_steps=0: must be an int of 1 or more"),

@@ -12,7 +12,7 @@ from kit.checkpoints import make_state
 
 from trainloop import checkpoint
 from trainloop.checkpoint import CheckpointInfo, folder
-from trainloop.errors import ConfigurationError
+from trainloop.errors import CheckpointError, ConfigurationError
 
 # -- folders -----------------------------------------------------------------------------------------------------------
 
@@ -94,6 +94,14 @@ def test_weights_in_safetensors(tmp_path: Path) -> None:
     checkpoint.save_weights(path, {"a": weight, "tied": weight, "t": weight.T})
     loaded = checkpoint.load_weights(path)
     assert all(torch.equal(loaded[k], v) for k, v in {"a": weight, "tied": weight, "t": weight.T}.items())
+    (tmp_path / "other.safetensors").write_bytes(b"no weights")
+    for wrong, reason in (
+        (tmp_path, "can't be read"),
+        (tmp_path / "missing", "no such file"),
+        (tmp_path / "other.safetensors", "can't be read"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{wrong.name}.*{reason}.* path of a safetensors file"):
+            checkpoint.load_weights(wrong)
 
 
 def test_safetensors_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

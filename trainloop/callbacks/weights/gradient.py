@@ -97,7 +97,8 @@ class GradientClipping(GradientCallbackBase):
             raise ConfigurationError(f"{type(self).__name__}: pass max_norm, max_value or both.")
         self.max_norm = number_of("GradientClipping", "max_norm", max_norm, optional=True, above=0)
         self.max_value = number_of("GradientClipping", "max_value", max_value, optional=True, above=0)
-        self.norm_kwargs = {"norm_type": norm_type, **kwargs}
+        norm_type = math.inf if norm_type == "inf" else norm_type  # as torch allows
+        self.norm_kwargs = {"norm_type": number_of("GradientClipping", "norm_type", norm_type), **kwargs}
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         parameters = self.parameters(optimizer_idx)
