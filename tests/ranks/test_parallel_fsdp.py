@@ -118,6 +118,26 @@ def as_it_came(values_to: str, *, fails: bool) -> bool:
     return all(alike) and not optimizer.state
 
 
+def cleared_late(how: str, rank: int, world_size: int) -> float:
+    """How far weights are from those of one process if gradients are cleared between forward and backward.
+
+    The optimizer was created before the model was sharded, so that its parameters stand for shards.
+    """
+    sharded, plain = Tower(), Tower()
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (sharded, plain)]
+    wrapper = TTFullyShardedDataParallel(sharded, reshard_after_forward=False)
+    for step in range(3):
+        loss = wrapper.get_loss(words(10 * step + rank), CRITERION, CPU)
+        optimizers[0].zero_grad() if how == "optimizer" else wrapper.zero_grad()
+        loss.backward()
+        optimizers[1].zero_grad()
+        for share in range(world_size):
+            (plain.get_loss(words(10 * step + share), CRITERION, CPU) / world_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return furthest(whole(sharded), whole(plain))
+
+
 def beside_torch() -> dict[str, Any]:
     """Ours, torch's own, and one process, in float64; what attributes do, and what is left when it is taken off."""
     torch.set_default_dtype(torch.float64)
@@ -160,6 +180,8 @@ def beside_torch() -> dict[str, Any]:
     stepped = whole(own)["words.weight"]
     facts["a former parameter"] = [made.grad.sum().item() == made.numel(), made.full_tensor().equal(stepped)]
     facts["a former parameter"].append(float((stepped - whole(first)["words.weight"] + 0.1).abs().max()))
+
+    facts["cleared before backward"] = [cleared_late(how, rank, world_size) for how in ("optimizer", "wrapper")]
 
     sharded, plain = Yielding(), Yielding()
     wrapper = TTFullyShardedDataParallel(sharded)
@@ -212,6 +234,7 @@ def test_sharded_loop_equals_torch_and_one_process(world_size: int, tmp_path: Pa
         assert facts["rank 0's weights"] == 0
         assert facts["memory is free"]
         assert facts["a former parameter"] == [True, True, pytest.approx(0, abs=1e-6)]
+        assert facts["cleared before backward"] == pytest.approx([0, 0], abs=1e-12)
         assert facts["as they came"] == [True, True]
         for to, back in facts["given back"].items():
             assert back["beside"] == 0

@@ -360,6 +360,13 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
 
     # -- for the training loop ----------------------------------------------------------------------------------------
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, also between a forward pass and its backward pass, while units are whole."""
+        super().zero_grad(set_to_none)
+        for shard in (p.sharded_param for group in self._tt_groups for p in group.fsdp_params):
+            if shard.grad is not None:
+                shard.grad = None if set_to_none else torch.zeros_like(shard.grad)
+
     def reshard_units(self) -> None:
         """In every unit, free the parameters that are still gathered because no backward followed.
 

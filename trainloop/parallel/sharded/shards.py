@@ -315,6 +315,8 @@ class _Reference(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _GRADIENT:
+            return func(_shard_of(args[0]), *map(resolved, args[1:]))
         return func(*map(resolved, args), **{key: resolved(value) for key, value in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
@@ -324,12 +326,24 @@ class _Reference(nn.Parameter):
 
 
 _PLACE = "_tt_place"
+_GRAD: Any = Tensor.grad  # a descriptor of the class
+_GRADIENT = (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__)
+
+
+def _shard_of(reference: Any) -> Any:
+    """Return the shard for which a former parameter stands, even while its unit is whole: only a shard has a gradient.
+
+    Between a forward and its backward, a root unit is whole, and scripts often clear gradients there.
+    """
+    module, name, known = vars(reference)[_PLACE]
+    now = module._parameters[name]
+    return now if is_sharded(now) else known
 
 
 def resolved(value: Any) -> Any:
     """Return the shard for which a former parameter stands; return other values, and tuples and lists, with theirs."""
     if type(value) is _Reference:
-        module, name = vars(value)[_PLACE]
+        module, name, _ = vars(value)[_PLACE]
         return module._parameters[name]
     if type(value) in (list, tuple):  # of several tensors, as in torch.stack()
         return type(value)(map(resolved, value))
@@ -381,8 +395,8 @@ class References:
         return {id(key): parameter for parameter, shard in found for key in (parameter, shard)}
 
     def begin(self) -> None:
-        for parameter, _, place in self._alive():
-            vars(parameter)[_PLACE] = place
+        for parameter, _, (owner, name) in self._alive():
+            vars(parameter)[_PLACE] = owner, name, owner._parameters[name]
             parameter.__class__ = _Reference
 
     def end(self) -> None:
