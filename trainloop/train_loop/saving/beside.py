@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from trainloop._support.carried import names_of
 from trainloop._support.user_line import described_names, warn_or_print
@@ -193,7 +194,9 @@ class Beside:
                 if id(value) in seen:
                     continue
                 is_cache = isinstance(value, (list, dict)) and hasattr(part, "__getitem__")
-                if isinstance(value, (list, deque)) and not is_cache and any(map(_is_sample, islice(value, 10))):
+                of_stream = isinstance(value, list) and isinstance(part, IterableDataset)  # inherits __getitem__
+                samples = isinstance(value, (list, deque)) and any(map(_is_sample, islice(value, 10)))
+                if (samples and not is_cache) or (of_stream and (samples or not value)):
                     # Samples that the training collects, such as a replay buffer.
                     self._add(where, [len(value), *islice(value, 2), *islice(reversed(value), 2)], "pool")
                     self._data.add(where)
