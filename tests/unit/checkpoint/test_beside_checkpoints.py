@@ -307,6 +307,25 @@ def test_samples_that_the_training_collects_are_named_once(tmp_path: Path, kind:
     assert [one.startswith(text) for one in found] == [True]
 
 
+class Collects(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.collected: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(4):
+            self.collected.append(torch.full((8,), float(i)))
+            yield self.collected[-1], 0
+
+
+def test_samples_that_a_stream_collects_in_its_own_list_are_named_once(tmp_path: Path) -> None:
+    loop = make_loop(validation=False)
+    loop.train_loader = DataLoader(Collects(), 2)
+    found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=[saved(tmp_path)]))
+    assert [one.startswith("the training changes train_loader.dataset.collected. Checkpoints") for one in found] == [
+        True
+    ]
+
+
 calls = 0  # of functions in this module
 
 

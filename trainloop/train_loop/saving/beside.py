@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from trainloop._support.carried import names_of
 from trainloop._support.user_line import described_names, warn_or_print
@@ -194,25 +195,11 @@ class Beside:
         inner: list[tuple[str, Any, int]] = []
         with suppress(Exception):
             for name, value in list(getattr(part, "__dict__", {}).items()):
-                where, generator = f"{path}.{name}", as_generator(value)
+                where = f"{path}.{name}"
                 if id(value) in seen:
                     continue
-                is_cache = isinstance(value, (list, dict)) and hasattr(part, "__getitem__")
-                if is_cache and _are_labels(value, part):
-                    self._add(where, np.array(value), "data")
-                    self._data.add(where)
-                elif isinstance(value, (list, deque)) and not is_cache and any(map(_is_sample, islice(value, 10))):
-                    # Samples that the training collects, such as a replay buffer.
-                    self._add(where, [len(value), *islice(value, 2), *islice(reversed(value), 2)], "pool")
-                    self._data.add(where)
-                elif (
-                    generator is not None
-                    or _is_iterator(value)
-                    or (name[0] != "_" and not is_cache and not _are_arrays(value) and _is_small(value))
-                ):
-                    # Whole numbers mostly count what is read.
-                    follows = generator is not None or isinstance(value, (float, Tensor, np.ndarray))
-                    self._add(where, value, "data" if follows else None)
+                if (compared := _of_data(part, name, value)) is not None:
+                    self._add(where, *compared)
                     self._data.add(where)
                     if type(value) is int and hasattr(part, "set_epoch"):
                         self.of_epochs.add(where)
@@ -247,6 +234,25 @@ def warn_of_lost(loop: LoopState, saved: Mapping[str, int], epoch: int) -> None:
             f"the checkpoint does not contain {described_names(lost)}, which the training had changed. This run "
             f"continues with other values. {_HOW}"
         )
+
+
+def _of_data(part: Any, name: str, value: Any) -> tuple[Any, str | None] | None:
+    """Return what to compare of an attribute of data, and its kind; ``None`` for data themselves and caches."""
+    is_cache = isinstance(value, (list, dict)) and hasattr(part, "__getitem__")
+    if is_cache and _are_labels(value, part):
+        return np.array(value), "data"
+    of_stream = isinstance(value, list) and isinstance(part, IterableDataset)  # inherits __getitem__
+    samples = isinstance(value, (list, deque)) and any(map(_is_sample, islice(value, 10)))
+    if (samples and not is_cache) or (of_stream and (samples or not value)):
+        # Samples that the training collects, such as a replay buffer.
+        return [len(value), *islice(value, 2), *islice(reversed(value), 2)], "pool"
+    if as_generator(value) is not None:
+        return value, "data"
+    if _is_iterator(value):
+        return value, None
+    if name[0] == "_" or is_cache or _are_arrays(value) or not _is_small(value):
+        return None
+    return value, "data" if isinstance(value, (float, Tensor, np.ndarray)) else None  # ints mostly count what is read
 
 
 def _are_labels(values: Any, dataset: Any) -> bool:
