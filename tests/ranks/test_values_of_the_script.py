@@ -97,6 +97,49 @@ def test_what_ranks_change_comes_back(mode: str) -> None:
     assert changed(gpu_mode=mode, accelerator="cpu", devices=1) == alone
 
 
+activations: dict[str, Any] = {}
+
+
+def keep(module: Any, args: Any, output: Tensor) -> None:
+    """A hook that a script has for activations."""
+    activations["shape"], activations["calls"] = tuple(output.shape), activations.get("calls", 0) + 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=needs_fsdp_on_cpu)])
+def test_what_hooks_and_a_function_as_criterion_change_comes_back(mode: str) -> None:
+    def trained(**ranks: Any) -> dict[str, Any]:
+        activations.clear()
+        calls, steps, gradients, losses = 0, [], 0, 0
+
+        def count(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+
+        def count_gradients(_: Tensor) -> None:
+            nonlocal gradients
+            gradients += 1
+
+        def criterion(y_pred: Tensor, y: Tensor) -> Tensor:
+            nonlocal losses
+            losses += 1
+            return torch.nn.functional.cross_entropy(y_pred, y)
+
+        loop = make_loop(Net(), validation=False, **ranks)
+        loop.criterion = criterion
+        loop.model.fc.register_forward_hook(keep)
+        loop.model.fc.register_forward_pre_hook(count)
+        if mode == "ddp":  # an error in fsdp
+            loop.model.fc.weight.register_post_accumulate_grad_hook(count_gradients)
+        loop.optimizer.register_step_post_hook(lambda *_: steps.append(len(steps)))
+        loop.fit(num_epochs=2)
+        return {**activations, "pre": calls, "steps": steps, "gradients": gradients, "losses": losses}
+
+    alone = trained()
+    assert alone["calls"] == alone["pre"] == alone["losses"] == len(alone["steps"]) > 2
+    assert trained(gpu_mode=mode, accelerator="cpu", devices=1) == alone
+
+
 @pytest.mark.long
 def test_of_several_ranks_the_values_of_rank_0_come_back() -> None:
     ranks = changed(gpu_mode="ddp", accelerator="cpu", devices=2)

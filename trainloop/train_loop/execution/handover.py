@@ -24,7 +24,7 @@ from trainloop.optim.parameters import own_parameters, trained_modules
 from trainloop.parallel.sharded.shards import is_mark_of_sharding
 from trainloop.parallel.transparent import attributes_of
 from trainloop.train_loop.progress.loop_state import LoopState, added_attributes
-from trainloop.train_loop.saving.script_values import put_script_values, script_values
+from trainloop.train_loop.saving.script_values import given_functions, put_script_values, script_values
 
 __all__ = ["CallerSide", "RankSide", "loaders_of"]
 
@@ -91,8 +91,11 @@ def _parts(loop: LoopState) -> dict[str, Any]:
     )
     roots.update((f"tl.{name}", value) for name, value in added_attributes(loop).items())
     roots.update((path, own.value) for path, own in script_values(loop).items())
+    given = given_functions(loop)
+    roots.update((f"functions.{path}", one) for path, one in given.items())
     optimizers = [loop.optimizer, *optimizers_of(loop.optimizer)]
     own = [loop.criterion, *optimizers] if not isinstance(loop.criterion, nn.Module) else optimizers
+    own += given.values()
     apart = {id(obj): obj for obj in known_objects(loop) if all(obj is not other for other in own)}
     return shared_parts(roots, apart)
 

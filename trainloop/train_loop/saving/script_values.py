@@ -1,11 +1,11 @@
-"""Values that a script keeps in globals and class attributes, and that the methods of its own classes use."""
+"""Values that a script keeps in globals and class attributes, and that its methods, hooks and criterion use."""
 
 from __future__ import annotations
 
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from trainloop.optim.optimizers import optimizers_of
 from trainloop.optim.parameters import trained_modules
 from trainloop.train_loop.progress.loop_state import LoopState
 
-__all__ = ["ScriptValue", "put_script_values", "script_values"]
+__all__ = ["ScriptValue", "given_functions", "put_script_values", "script_values"]
 
 _MOST_BYTES, _MOST_ITEMS = 2**20, 100_000  # larger values are data
 _ATOMS = (float, complex, str, bytes, np.generic)
@@ -49,10 +49,11 @@ def script_values(loop: LoopState) -> dict[str, ScriptValue]:
     """Return plain values, containers and objects of the script's classes, small ones only, by path.
 
     These are class attributes of the classes of modules, criterion, optimizers and callbacks, and the globals and outer
-    variables that their methods use, also within functions that they call.
+    variables that their methods and :func:`given_functions` use, also within functions that they call.
     """
     found: dict[str, ScriptValue] = {}
-    functions: deque[types.FunctionType] = deque()
+    given = given_functions(loop).values()
+    functions = deque(one for one in given if isinstance(one, types.FunctionType))
 
     def add(path: str, own: ScriptValue) -> None:
         while path in found and found[path].holder is not own.holder:  # of another class or function of this name
@@ -91,6 +92,38 @@ def script_values(loop: LoopState) -> dict[str, ScriptValue]:
             else:
                 add(f"{of}.{name}", ScriptValue(holders[name], name, value))
     return found
+
+
+def given_functions(loop: LoopState) -> dict[str, Any]:
+    """Return the script's hooks of modules, parameters and optimizers, and its criterion if it is a function, by path.
+
+    They are functions, or objects that can be called.
+    """
+    found: dict[str, Any] = {}
+    for root, whole in enumerate(trained_modules(loop.model, loop.criterion)):
+        holders: list[tuple[str, Any]] = [*whole.named_modules(), *whole.named_parameters()]
+        for path, holder in holders:
+            kinds = vars(holder) if isinstance(holder, nn.Module) else _HOOKS_OF_TENSORS
+            found.update((f"{root}.{path}.{key}", hook) for key, hook in _hooks(holder, kinds))
+    for i, optimizer in enumerate(optimizers_of(loop.optimizer)):
+        found.update((f"optimizer.{i}.{key}", hook) for key, hook in _hooks(optimizer, vars(optimizer)))
+    criteria = {"criterion": getattr(loop.criterion, "func", loop.criterion)}  # that of a partial
+    return {path: one for path, one in {**found, **criteria}.items() if _is_scripts(one)}
+
+
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _hooks(holder: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for name in names:
+        hooks = getattr(holder, name, None) if name.endswith("_hooks") else None
+        if isinstance(hooks, dict):
+            yield from ((f"{name}.{i}", hook) for i, hook in enumerate(hooks.values()))
+
+
+def _is_scripts(function: Any) -> bool:
+    named = function if isinstance(function, types.FunctionType) else type(function)
+    return callable(function) and not isinstance(function, nn.Module) and is_users(named.__module__ or "")
 
 
 def put_script_values(loop: LoopState, values: Mapping[str, Any]) -> None:
