@@ -45,6 +45,7 @@ from trainloop.callbacks.weights.train_schedule import warn_of_rates_left
 from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.loader.loaders import check_trains
 from trainloop.devices import check_num_nodes, has_ranks
+from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel
 from trainloop.train_loop.arguments import checks as check
@@ -365,6 +366,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
             node_rank = check_rendezvous_point(num_nodes, node_rank, init_method)
             backend = check_backend(backend, self.run_config)
             self.run_config = replace(self.run_config, node_rank=node_rank, backend=backend, init_method=init_method)
+            self.process = self.run_config.here or Rank()  # for callbacks' on_train_loop_registration
             restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes)
             check_carried(self.model, self.gpu_mode)
             check.check_step(self.model, self.optimizer, self.options.amp, self.run_config.devices[0])

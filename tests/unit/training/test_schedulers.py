@@ -579,7 +579,9 @@ def test_the_ranks_of_a_launcher_count_before_fit(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, value)
     loop = make_loop(gpu_mode="ddp", accelerator="cpu", **({} if devices is None else {"devices": devices}))
     assert (loop.num_optimizer_steps(num_epochs=1), loop.effective_batch_size) == (4, 32)  # 101 samples
+    assert (loop.rank, loop.world_size, loop.is_main_process()) == (1, 2, False)
     alone = make_loop()
+    assert (alone.rank, alone.world_size, alone.is_main_process()) == (0, 1, True)
     assert (alone.num_optimizer_steps(num_epochs=1), alone.effective_batch_size) == (7, 16)
 
 

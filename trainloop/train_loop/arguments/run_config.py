@@ -37,15 +37,15 @@ class RunConfig:
     """Backend of the process group; ``None`` to choose it for the devices."""
     init_method: str | None = None
     """Rendezvous of several nodes; ``None`` for ``MASTER_ADDR`` and ``MASTER_PORT``."""
-    launched: int | None = None
-    """Number of ranks that a launcher has started, on all nodes; ``None`` if ``fit`` starts them."""
+    here: Rank | None = None
+    """Rank that a launcher has given this process; ``None`` if ``fit`` starts the ranks."""
 
     @property
     def num_ranks(self) -> int:
         """Number of processes that train together, on all nodes."""
         if not has_ranks(self.mode):
             return 1
-        return self.launched or len(self.devices) * self.num_nodes
+        return len(self.devices) * self.num_nodes if self.here is None else self.here.world_size
 
 
 def run_config_of(
@@ -73,8 +73,7 @@ def run_config_of(
         raise ConfigurationError(f"{what} does not work on Windows. Use gpu_mode='ddp' on one host, or WSL2 or Linux.")
     if mode == "fsdp" and devices[0].type == "cpu":
         check_cpu()
-    here = rank_from_launcher() if has_ranks(mode) else None
-    return RunConfig(mode, devices, num_nodes, launched=None if here is None else here.world_size)
+    return RunConfig(mode, devices, num_nodes, here=rank_from_launcher() if has_ranks(mode) else None)
 
 
 def run_config_under_launcher(config: RunConfig, asked: Any, here: Rank) -> RunConfig:

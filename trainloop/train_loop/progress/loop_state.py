@@ -101,7 +101,7 @@ class LoopState:
         """Callbacks that requested the end of training."""
         self.num_epochs = self.num_iterations = 0
         self.grad_accumulation = 1
-        self.process = Rank()
+        self.process = self.run_config.here or Rank()
         """Rank of this process among all processes that train together."""
         self.drawn_seed = 0
         """Seed derived from the caller's generator: ranks must agree on an order even if the user gave no seed."""
