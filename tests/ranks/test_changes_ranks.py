@@ -404,5 +404,23 @@ def test_a_shard_that_a_hook_replaces_by_another_is_refused() -> None:
         for hook in ("on_batch_begin", "on_after_optimizer_step", "on_epoch_end"):
             loop = loop_of("rate", "fsdp")
             loop.test_loader = loop.train_loader  # evaluated after the last step
-            with pytest.raises(TrainLoopError, match=r"body\.weight was replaced by a callback"):
+            with pytest.raises(TrainLoopError, match=r"body\.weight was replaced by a callback or in get_loss"):
                 loop.fit(num_iterations=2 if hook == "on_epoch_end" else 4, callbacks=[Doubles(hook)])
+
+
+@needs_fsdp_on_cpu
+@pytest.mark.long
+def test_a_parameter_that_get_loss_replaces_is_refused() -> None:
+    """As an initialization from the first batch does."""
+    loop = loop_of("rate", "fsdp")
+    kind = type(loop.model)
+
+    class Replaces(kind):  # type: ignore[misc, valid-type]
+        def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+            if not self.training or not getattr(self, "begun", False):
+                self.begun, self.body.weight = True, nn.Parameter(self.body.weight.detach() * 2)
+            return super().get_loss(batch_data, criterion, device)
+
+    loop.model.__class__ = Replaces
+    with pytest.raises(TrainLoopError, match=r"body\.weight was replaced by a callback or in get_loss"):
+        loop.fit(num_epochs=1)

@@ -150,11 +150,13 @@ class Files(Dataset[Any]):
         return torch.ones(4), torch.ones(1)
 
 
-def loop_of(train: Any, validation: Any = None, test: Any = None, **arguments: Any) -> TrainLoop[Any]:
+def loop_of(
+    train: Any, validation: Any = None, test: Any = None, reduction: str = "mean", **arguments: Any
+) -> TrainLoop[Any]:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     options = {**CPU, "gpu_mode": "ddp", "progress_bar": False, **arguments}
-    return TrainLoop(model, train, validation, test, optimizer, torch.nn.MSELoss(), **options)
+    return TrainLoop(model, train, validation, test, optimizer, torch.nn.MSELoss(reduction=reduction), **options)
 
 
 class AtEpoch(AbstractCallback):
@@ -186,6 +188,10 @@ FITS: dict[str, tuple[Callable[[int], Any], str]] = {
     "clipping": (
         lambda rank: loop_of(rows(), gradient_clip_norm=0.5 if rank else None).fit(1),
         "TrainLoop(gradient_clip_norm=0.5) on rank 1, but TrainLoop(gradient_clip_norm=None) on rank 0",
+    ),
+    "sums or means": (
+        lambda rank: loop_of(rows(), reduction="sum" if rank else "mean").fit(1),
+        "a criterion of class MSELoss, with sums of losses on rank 1, but a criterion of class MSELoss, with means",
     ),
     "when to evaluate": (
         lambda rank: loop_of(rows(), rows(), end_auto_eval=1 + rank).fit(2),

@@ -138,13 +138,14 @@ class ShardedPlacement(Placement):
             ]
         for module, name, path, before in self._owned:
             now = module._parameters.get(name)
-            # Another parameter that was not registered is one that FSDP has gathered, as after a penalty on gradients.
-            if now is None or ((module, name) in self.registered and now is not before):
+            # In get_loss, it is one that FSDP has gathered. At the next forward, FSDP puts back its own.
+            first, newest = self.registered.get((module, name), (before, before))
+            if now is None or (newest is not before and newest is not first):
                 raise ConfigurationError(
-                    f"{f'{path}.' if path else ''}{name} was {'removed' if now is None else 'replaced'} by a callback. "
-                    "In fsdp, units of parameters are sharded when the run begins, and can't change later. Write "
-                    "values in place (`with torch.no_grad(): p.copy_(...)`), make the change before fit, replace the "
-                    "whole module, or use gpu_mode='ddp'."
+                    f"{f'{path}.' if path else ''}{name} was {'removed' if now is None else 'replaced'} by a callback "
+                    "or in get_loss. In fsdp, units of parameters are sharded when the run begins, and can't change "
+                    "later. Write values in place (`with torch.no_grad(): p.copy_(...)`), make the change before fit, "
+                    "replace the whole module, or use gpu_mode='ddp'."
                 )
 
     def guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:

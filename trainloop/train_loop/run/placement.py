@@ -62,8 +62,8 @@ class Placement:
     """True if BatchNorm normalises over all ranks."""
     stepped: list[torch.optim.Optimizer] = field(default_factory=list)
     """Optimizers whose state is placed with the model; an optimizer is followed by those that it contains."""
-    registered: set[tuple[nn.Module, str]] = field(default_factory=set)
-    """Parameters that were registered while the run was placed, by module and name."""
+    registered: dict[tuple[nn.Module, str], tuple[Any, Any]] = field(default_factory=dict)
+    """What was registered while the run was placed, by module and name: the parameter before, and the newest value."""
     wrap: Callable[..., Any] | None = None
     """Function that creates the wrapper; takes further arguments of the wrapper's constructor."""
 

@@ -408,7 +408,6 @@ class Run:
             recorder.batch_size = 1  # a hook's logs are not logs of a batch
             for hook in hooks.on_evaluation_begin:
                 hook(info)
-            self.place.check_parameters()  # a forward of fsdp would put back a parameter that a hook has replaced
             # A hook may have assigned the criterion of the evaluation.
             assigned = [module for module in trained_modules(loop.model, loop.criterion) if module not in modules]
             with evaluating(*assigned), class_criteria(loop.model, loop.criterion):

@@ -13,6 +13,7 @@ from typing import Any
 
 from trainloop import distributed
 from trainloop._launch.rank_process import started_by_launch
+from trainloop._support.reduction import sum_rule
 from trainloop.data.loader.loaders import NO_LOADER, Shared, check_shared
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.progress.running import TrainingRun
@@ -52,6 +53,7 @@ def requested_settings(run: TrainingRun, *, gather: bool, resume: dict[str, Any]
     """
     loop = run.loop
     length = f"num_epochs={loop.num_epochs}" if loop.num_epochs else f"num_iterations={loop.num_iterations}"
+    sums = "means" if sum_rule(loop.model, loop.criterion) is None else "sums"
     place = {"epoch": loop.epoch, "global_step": loop.global_step} if resume is None else resume["place"]
     shared = [run.feed.shared]
     for name in _LOADERS[1:]:
@@ -65,6 +67,7 @@ def requested_settings(run: TrainingRun, *, gather: bool, resume: dict[str, Any]
             f"TrainLoop(end_auto_eval={loop.end_auto_eval})",
             f"TrainLoop(gradient_clip_norm={loop.gradient_clip_norm})",
             f"TrainLoop(sync_batchnorm={loop.sync_batchnorm})",
+            f"a criterion of class {type(loop.criterion).__qualname__}, with {sums} of losses",
         ],
         "place": [place["epoch"], place["global_step"]],
         "turns": [len(run.hooks.in_turn(name)) for name in ("on_epoch_end", "on_train_end")],

@@ -193,7 +193,8 @@ class Gradients:
         def note(module: nn.Module, name: str, value: Any) -> None:
             self.outdated = True
             if self._place.collective:
-                self._place.registered.add((module, name))
+                first, _ = self._place.registered.get((module, name), (module._parameters.get(name), None))
+                self._place.registered[module, name] = first, value
 
         return note_registrations(note)
 
