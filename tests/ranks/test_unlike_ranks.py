@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -324,3 +325,39 @@ def test_an_evaluation_uses_the_model_of_rank_0(tmp_path: Path) -> None:
     assert loss == pytest.approx(float(torch.nn.functional.softplus(-of_first)))
     assert other == (loss, predicted, error)
     assert "other parameters or buffers on rank 1 than on rank 0" in error
+
+
+class Projected(Net):
+    """Has a random tensor that is no buffer, and one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = torch.randn(4, 4)
+        self.register_buffer("offset", torch.randn(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x @ self.projection + self.offset)
+
+
+def warnings_of_tensors() -> list[list[str]]:
+    """Return the warnings of two calls of ``fit``, for a model that is the same on all ranks, and for one that is not."""
+    found = []
+    for seed in (0, distributed.get_rank()):
+        torch.manual_seed(seed)
+        loop = loop_of(DataLoader(TensorDataset(torch.ones(40, 4), torch.ones(40, 1)), 10))
+        loop.model = model = Projected()
+        loop.optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop.fit(1)
+            loop.fit(1)
+        found.append([str(one.message) for one in caught if "differ between ranks" in str(one.message)])
+    return found
+
+
+def test_a_tensor_that_each_rank_has_drawn_is_warned_of(tmp_path: Path) -> None:
+    (same, unlike), on_rank_1 = run_own_ranks(warnings_of_tensors, 2, folder=tmp_path)
+    assert on_rank_1 == [[], []]
+    assert same == []
+    (warning,) = unlike
+    assert warning.startswith("the tensors projection differ between ranks")

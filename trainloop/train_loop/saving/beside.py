@@ -23,13 +23,14 @@ from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.loader.loaders import is_stream
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import as_generator, generators_of, has_state, length_of
+from trainloop.distributed import gather_object
 from trainloop.optim.optimizers import optimizers_of
 from trainloop.optim.parameters import criterion_modules, named_trained_parameters, trained_parameters
 from trainloop.parallel.sharded.shards import bit_sums
 from trainloop.train_loop.progress.loop_state import LoopState, added_attributes
 from trainloop.train_loop.saving.script_values import script_values
 
-__all__ = ["Beside", "saved_names", "warn_of_lost"]
+__all__ = ["Beside", "saved_names", "warn_of_lost", "warn_of_unlike_tensors"]
 
 _DEEPEST, _MOST_PARTS, _MOST_ITEMS = 3, 64, 1000
 _MOST_BYTES, _SMALL_BYTES = 2**20, 4096  # larger arrays are not compared; of a dataset, larger images are not
@@ -93,6 +94,10 @@ class Beside:
             f"the training changes {described_names(names)}. Checkpoints do not contain this{back}, so that a resumed "
             f"run begins with the value of the script. {_HOW}"
         )
+
+    def tensors(self) -> dict[str, int]:
+        """Return the values that are tensors of modules, which a training mostly uses."""
+        return {name: value for name, value in self.values.items() if type(self._kinds.get(name)) is tuple}
 
     def _add(self, path: str, value: Any, kind: Any = None) -> None:
         with suppress(Exception):  # of whatever methods the value's class has
@@ -265,6 +270,23 @@ def _are_labels(values: Any, dataset: Any) -> bool:
 def _are_arrays(values: Any) -> bool:
     """Return True for a tuple of tensors or arrays, such as a ``TensorDataset`` has: each is compared by itself."""
     return isinstance(values, tuple) and any(isinstance(value, (Tensor, np.ndarray)) for value in values)
+
+
+def warn_of_unlike_tensors(loop: LoopState) -> None:
+    """Warn, on rank 0, about tensors that a launcher's ranks have drawn differently. Collective, before training.
+
+    Parameters and buffers are not among them, since rank 0's are sent to all ranks.
+    """
+    everyone = gather_object(Beside(loop, saved_names(loop)).tensors())
+    sent = {name for name, _ in named_trained_parameters(loop.model, loop.criterion, loop.optimizer)}
+    known = dict.fromkeys(name for one in everyone for name in one if name not in sent)
+    odd = [name for name in known if len({one.get(name) for one in everyone}) > 1]
+    if odd and loop.is_global_zero:
+        warn_or_print(
+            f"the tensors {described_names(odd)} differ between ranks, as each rank has created the model for itself. "
+            "Register them as buffers, which are sent from rank 0 to all ranks, or call torch.manual_seed before the "
+            "model is created. Ignore this if each rank should have its own values."
+        )
 
 
 def _kind_of(value: Any) -> Any:

@@ -58,7 +58,7 @@ from trainloop.train_loop.run.losses import explain_backward, explain_freed_grap
 from trainloop.train_loop.run.placement import Placement
 from trainloop.train_loop.run.run import STEPS_BETWEEN_FLUSHES, Run
 from trainloop.train_loop.saving import collect, cut_epochs, load
-from trainloop.train_loop.saving.beside import Beside, saved_names
+from trainloop.train_loop.saving.beside import Beside, saved_names, warn_of_unlike_tensors
 from trainloop.train_loop.training.advice import Advice
 from trainloop.train_loop.training.consistency import check_same_on_all_ranks, requested_settings, share_refusals
 from trainloop.train_loop.training.gradients import Gradients
@@ -247,6 +247,9 @@ class Training(Run):
             mine = requested_settings(self, gather=self._job.gather, resume=resume) if self.parallel else {}
         if self.parallel:
             self._same_callbacks = check_same_on_all_ranks(mine)
+            by_itself = loop.run_config.here is not None or loop.num_nodes > 1  # each script has created the model
+            if by_itself and not loop.global_step:
+                warn_of_unlike_tensors(loop)
         self.records_evaluations = True
         load.put_own_optimizer_states(loop, loop.own_optimizer_states)
         self.gradients = Gradients(self)
