@@ -340,7 +340,7 @@ class Projected(Net):
 
 
 def warnings_of_tensors() -> list[list[str]]:
-    """Return the warnings of two calls of ``fit``, for a model that is the same on all ranks, and for one that is not."""
+    """Return warnings of two calls of ``fit``: for a model that is the same on all ranks, and for one that is not."""
     found = []
     for seed in (0, distributed.get_rank()):
         torch.manual_seed(seed)
