@@ -98,7 +98,7 @@ class Folder:
 
     def entries(self) -> dict[str, str]:
         """Return each entry's kind (``file``, ``directory``, ...) by name, sorted; empty if the folder is missing."""
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.location) as entries:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.location) as entries:
             return {entry.name: _kind_of(entry) for entry in sorted(entries, key=lambda entry: entry.name)}
         return {}
 

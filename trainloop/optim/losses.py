@@ -199,28 +199,30 @@ def _with_weight(name: str, loss: Any) -> Tensor:
 def weighed(loss: Any, weight: Any) -> Any:
     """Return a loss that counts nothing if its weight is 0, as a step of one batch doesn't divide by the weight.
 
-    Tensors aren't read: on a GPU, this would wait.
+    Tensors on a GPU aren't read, since this would wait.
     """
+    check_weight(weight)
     if isinstance(weight, Tensor):
         return loss * (weight.detach().reshape(()) != 0)
-    check_weight(weight)
     return loss if weight else loss * 0.0
 
 
 def check_weight(weight: Any) -> None:
-    """Raise ConfigurationError for a weight of a loss that is no 0-d tensor and no number from 0 on."""
-    if isinstance(weight, Tensor) and weight.numel() == 1:
-        return
-    if not isinstance(weight, (int, float, np.generic)):
+    """Raise ConfigurationError for a weight that is no 0-d tensor and no number from 0 on. A GPU is not read."""
+    number: Any = weight
+    if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
+        if not weight.is_cpu or torch.compiler.is_compiling():
+            return
+        number = weight.item()
+    elif not isinstance(weight, (int, float, np.generic)):
         given = f"tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
         raise ConfigurationError(
             f"get_loss returned (loss, weight) with a {given} as the weight. The weight must be a number or a 0-d "
             "tensor, for example the number of tokens. To keep a model's output, store it in an attribute."
         )
-    number: Any = weight
     if not 0 <= number < math.inf:
         raise ConfigurationError(
-            f"get_loss returned a loss with the weight {weight}. A weight is the number of units that the loss is a "
+            f"get_loss returned a loss with the weight {number}. A weight is the number of units that the loss is a "
             "mean over: 0 or more. To change the sign or the size of a loss, multiply the loss."
         )
 

@@ -403,7 +403,9 @@ def train(
                 f"its score ({task.metric.name}) is not a number. The validation rows may lack a class: use more rows, "
                 "or another eval_metric"
             )
-            if np.isfinite(row["score_val"]):
+            if np.isfinite(row["score_val"]) and not np.isfinite(predictions).all():
+                lost[name] = "its predictions are not finite: the training has diverged"
+            elif np.isfinite(row["score_val"]):
                 del lost[name]
                 rows.append(predictions)
                 trained[name] = Trained(settings, found.predictor_of(trial, lazy=True), row)

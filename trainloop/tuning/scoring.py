@@ -135,7 +135,8 @@ def ensemble_weights(
     Raises
     ------
     ConfigurationError
-        If there are no models, metrics or rounds, or if predictions have another number of rows than ``y_true``.
+        If there are no models, metrics or rounds, if predictions have another number of rows than ``y_true``, or if
+        they are NaN.
 
     Notes
     -----
@@ -147,6 +148,12 @@ def ensemble_weights(
         raise ConfigurationError(
             f"ensemble_weights: predictions have {lengths} rows, and there are {len(truth)} targets. Pass the "
             "predictions of one model or more for the rows of y_true."
+        )
+    missing = [int(np.isnan(each).reshape(len(each), -1).any(1).sum()) for each in rows if each.dtype.kind == "f"]
+    if any(missing):
+        raise ConfigurationError(
+            f"ensemble_weights: {missing} rows of the predictions are NaN. Leave out the rows that no fold holds out, "
+            "also of y_true, and the models whose training has diverged."
         )
     if not metrics or rounds < 1:
         raise ConfigurationError(

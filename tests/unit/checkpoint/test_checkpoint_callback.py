@@ -419,6 +419,9 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "gone")
     with pytest.raises(CheckpointError, match="gone: no such folder"):
         keeper.load_best()
+    (tmp_path / "a_file").write_text("")
+    with pytest.raises(CheckpointError, match="a_file: no such folder"):
+        ModelCheckpoint(tmp_path / "a_file", monitor="val_loss").load_best(nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize("name", ["best.pt", "kept/best.pth", Path("model.safetensors"), "s3://bucket/best.ckpt"])

@@ -91,6 +91,8 @@ def test_what_gives_no_weights_is_an_error() -> None:
     ):
         with pytest.raises(ConfigurationError, match=r"ensemble_weights: .*1 or more|predictions have \[.*\] rows"):
             ensemble_weights(predictions, truth, *metrics, **kind)
+    with pytest.raises(ConfigurationError, match=r"\[0, 1\] rows of the predictions are NaN"):
+        ensemble_weights([right, np.array([0.0, np.nan])], truth, scorer("accuracy"))
 
 
 def test_weights_chosen_on_few_rows_are_better_on_others_than_those_of_one_selection() -> None:
