@@ -140,8 +140,11 @@ def _contents(obj: Any, most: float = _LONG) -> Any:
         return None
     attributes, kept = own_attributes(obj), attributes_in(state)
     if hasattr(type(obj), "__setstate__"):
-        # Only the class can read a state with other names or values than its attributes.
-        as_it_is = all(attributes.get(name, _MISSING) is value for name, value in kept.items())
+        # Only the class can read a state with other names or values than its attributes. None replaces, for example,
+        # an open file, which is local to one process.
+        as_it_is = all(
+            name in attributes and (value is None or attributes[name] is value) for name, value in kept.items()
+        )
         if not (attributes and kept) or not (as_it_is or isinstance(obj, nn.Module)):
             return (state,)
     torch_own = _TORCH_OWN if isinstance(obj, nn.Module) else ()
@@ -230,9 +233,13 @@ def put_into(parts: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
 
 
 def _put_attributes(obj: Any, attributes: dict[str, Any]) -> None:
-    slots = slot_names(type(obj))
-    for name in [name for name in _contents(obj) or () if name not in attributes]:  # deleted on the other side
-        object.__delattr__(obj, name) if name in slots else vars(obj).pop(name, None)
+    slots, contents = slot_names(type(obj)), _contents(obj)
+    if isinstance(contents, dict):  # otherwise, __getstate__ replaces values only on this side
+        for name in contents.keys() - attributes.keys():  # deleted on the other side
+            object.__delattr__(obj, name) if name in slots else vars(obj).pop(name, None)
+        # An attribute for which __getstate__ puts None is local to this process.
+        local = own_attributes(obj).keys() - contents.keys()
+        attributes = {name: value for name, value in attributes.items() if value is not None or name not in local}
     for name, value in attributes.items():
         if value is KEPT:
             continue

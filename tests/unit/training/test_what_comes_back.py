@@ -413,6 +413,41 @@ def test_attributes_of_containers_and_states_of_their_own_come_back() -> None:
     assert unchanged.lock is lock
 
 
+class Writes:
+    """Its state has None in place of what is local to a process, as the copy that arrives in a rank has."""
+
+    def __init__(self) -> None:
+        self.lines, self.lock, self.best = 0, threading.Lock(), 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+class Packs(Writes):
+    """Its state has a value of another kind than here, and of the same kind in a rank."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "lock": str(self.lock)}
+
+
+@pytest.mark.parametrize("kind", [Writes, Packs])
+def test_an_object_with_a_state_that_only_the_caller_replaces_comes_back(kind: type[Writes]) -> None:
+    loop: Any = loop_of(OPTIMIZERS["AdamW"])
+    writes = loop.model.writes = kind()
+    lock = writes.lock
+
+    def work(loop: Any) -> None:
+        loop.model.writes.lines, loop.model.writes.best = 3, None
+
+    through_a_rank(loop, work)
+    assert loop.model.writes is writes
+    assert (writes.lines, writes.best) == (3, None)
+    assert kind is Packs or writes.lock is lock
+
+
 @pytest.mark.parametrize(
     "make, change",
     [
