@@ -192,12 +192,15 @@ def changed_parts(
         mark = fingerprint(now, known)
         if mark is not None and mark != before.get(path):
             changed[path] = now
-        elif mark is None and isinstance(now, dict):  # it can't be pickled as a whole: check its entries one by one
+        elif mark is None and before.get(path) is not None:
+            if not isinstance(now, dict):
+                warn(f"{path} can no longer be pickled, so your process keeps the old value.")
+                continue
+            # Check the entries one by one.
             can = {key for key, value in now.items() if fingerprint((key, value), known) is not None}
-            if before.get(path) is not None:
-                others = ", ".join(_named(key) for key in now if key not in can)
-                warn(f"{path}: {others} can no longer be pickled, so your process keeps the old value.")
-                changed[path] = {key: value if key in can else KEPT for key, value in now.items()}
+            others = ", ".join(_named(key) for key in now if key not in can)
+            warn(f"{path}: {others} can no longer be pickled, so your process keeps the old value.")
+            changed[path] = {key: value if key in can else KEPT for key, value in now.items()}
     return changed
 
 

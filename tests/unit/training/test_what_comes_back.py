@@ -493,8 +493,17 @@ def test_what_cannot_come_back_is_named_and_the_rest_does() -> None:
     config.old = 1  # type: ignore[attr-defined]
     config.of = {next(loop.model.parameters()): 1}  # type: ignore[attr-defined]
     loop.model.config = config  # type: ignore[assignment]
+    opened: Any = None
+
+    def open_it() -> None:
+        nonlocal opened
+        opened = threading.Lock()
+
+    loop.model.open_it, loop.model.some = open_it, [1]  # type: ignore[assignment]
 
     def work(loop: TrainLoop) -> None:
+        loop.model.open_it()  # type: ignore[operator]
+        loop.model.some.append(threading.Lock())  # type: ignore[operator, union-attr]
         loop.model.config.old = threading.Lock()  # type: ignore[union-attr]
         loop.model.config.of[next(loop.model.parameters())] = threading.Lock()  # type: ignore[union-attr]
         loop.model.config.sizes = (1, 2)  # type: ignore[union-attr]
@@ -510,6 +519,9 @@ def test_what_cannot_come_back_is_named_and_the_rest_does() -> None:
     texts = " ".join(str(w.message) for w in told)
     assert "old, lock can no longer" in texts
     assert "open can no longer" in texts
+    assert "open_it.opened can no longer" in texts
+    assert "some can no longer" in texts
+    assert (opened, loop.model.some) == (None, [1])
     assert "a parameter of shape (" in texts  # not its values
 
 
