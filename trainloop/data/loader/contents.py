@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -42,8 +43,12 @@ def _held_by(dataset: Any) -> list[int | str]:
     if isinstance(dataset, (list, tuple)):
         return _distinctive(dataset)
     length = length_of(dataset)
-    held = (_sequence(value) for value in getattr(dataset, "__dict__", {}).values())
-    return [*chain.from_iterable(_distinctive(one) for one in held if one is not None and len(one) == length)]
+    found: list[int | str] = []
+    for value in list(getattr(dataset, "__dict__", {}).values()):
+        with suppress(Exception):  # of whatever methods the value's class has
+            one = _sequence(value)
+            found += _distinctive(one) if one is not None and len(one) == length else []
+    return found
 
 
 def _sequence(value: Any) -> Any:
