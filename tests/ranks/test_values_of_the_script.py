@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import textwrap
 import threading
@@ -105,11 +106,28 @@ def keep(module: Any, args: Any, output: Tensor) -> None:
     activations["shape"], activations["calls"] = tuple(output.shape), activations.get("calls", 0) + 1
 
 
+named: dict[str, int] = {}
+
+
+def keep_named(*_: Any, name: str) -> None:
+    named[name] = named.get(name, 0) + 1
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.shapes: list[Any] = []
+
+    def record(self, module: Any, args: Any, output: Tensor) -> None:
+        self.shapes.append(output.shape[1:])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=needs_fsdp_on_cpu)])
 def test_what_hooks_and_a_function_as_criterion_change_comes_back(mode: str) -> None:
     def trained(**ranks: Any) -> dict[str, Any]:
         activations.clear()
+        named.clear()
+        recorder, own = Recorder(), {"calls": 0}
         calls, steps, gradients, losses = 0, [], 0, 0
 
         def count(*_: Any) -> None:
@@ -129,14 +147,19 @@ def test_what_hooks_and_a_function_as_criterion_change_comes_back(mode: str) -> 
         loop.criterion = criterion
         loop.model.fc.register_forward_hook(keep)
         loop.model.fc.register_forward_pre_hook(count)
+        loop.model.fc.register_forward_hook(recorder.record)
+        loop.model.fc.register_forward_hook(functools.partial(keep_named, name="fc"))
+        loop.model.fc.register_forward_hook(lambda *_, own=own: own.update(calls=own["calls"] + 1))
         if mode == "ddp":  # an error in fsdp
             loop.model.fc.weight.register_post_accumulate_grad_hook(count_gradients)
         loop.optimizer.register_step_post_hook(lambda *_: steps.append(len(steps)))
         loop.fit(num_epochs=2)
-        return {**activations, "pre": calls, "steps": steps, "gradients": gradients, "losses": losses}
+        counts = {"pre": calls, "steps": steps, "gradients": gradients, "losses": losses}
+        return {**activations, **counts, "recorded": recorder.shapes, "named": dict(named), "own": own["calls"]}
 
     alone = trained()
     assert alone["calls"] == alone["pre"] == alone["losses"] == len(alone["steps"]) > 2
+    assert alone["calls"] == alone["named"]["fc"] == len(alone["recorded"]) == alone["own"]
     assert trained(gpu_mode=mode, accelerator="cpu", devices=1) == alone
 
 

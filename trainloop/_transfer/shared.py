@@ -108,6 +108,8 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
     else:
         for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True):
             yield f".{name}", cell
+        defaults = {".__defaults__": obj.__defaults__, ".__kwdefaults__": obj.__kwdefaults__}
+        yield from ((name, values) for name, values in defaults.items() if values)
 
 
 def _contents(obj: Any, most: float = _LONG) -> Any:

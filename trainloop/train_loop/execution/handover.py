@@ -95,8 +95,8 @@ def _parts(loop: LoopState) -> dict[str, Any]:
     roots.update((f"functions.{path}", one) for path, one in given.items())
     optimizers = [loop.optimizer, *optimizers_of(loop.optimizer)]
     own = [loop.criterion, *optimizers] if not isinstance(loop.criterion, nn.Module) else optimizers
-    own += given.values()
-    apart = {id(obj): obj for obj in known_objects(loop) if all(obj is not other for other in own)}
+    walked = {id(obj) for obj in (*own, *given.values())}
+    apart = {id(obj): obj for obj in known_objects(loop) if id(obj) not in walked}
     return shared_parts(roots, apart)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections import deque
@@ -52,7 +53,7 @@ def script_values(loop: LoopState) -> dict[str, ScriptValue]:
     variables that their methods and :func:`given_functions` use, also within functions that they call.
     """
     found: dict[str, ScriptValue] = {}
-    given = given_functions(loop).values()
+    given = map(_inner, given_functions(loop).values())
     functions = deque(one for one in given if isinstance(one, types.FunctionType))
 
     def add(path: str, own: ScriptValue) -> None:
@@ -97,7 +98,7 @@ def script_values(loop: LoopState) -> dict[str, ScriptValue]:
 def given_functions(loop: LoopState) -> dict[str, Any]:
     """Return the script's hooks of modules, parameters and optimizers, and its criterion if it is a function, by path.
 
-    They are functions, or objects that can be called.
+    They are functions, methods and partials of functions, or objects that can be called.
     """
     found: dict[str, Any] = {}
     for root, whole in enumerate(trained_modules(loop.model, loop.criterion)):
@@ -107,8 +108,7 @@ def given_functions(loop: LoopState) -> dict[str, Any]:
             found.update((f"{root}.{path}.{key}", hook) for key, hook in _hooks(holder, kinds))
     for i, optimizer in enumerate(optimizers_of(loop.optimizer)):
         found.update((f"optimizer.{i}.{key}", hook) for key, hook in _hooks(optimizer, vars(optimizer)))
-    criteria = {"criterion": getattr(loop.criterion, "func", loop.criterion)}  # that of a partial
-    return {path: one for path, one in {**found, **criteria}.items() if _is_scripts(one)}
+    return {path: one for path, one in {**found, "criterion": loop.criterion}.items() if _is_scripts(one)}
 
 
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -121,8 +121,16 @@ def _hooks(holder: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{i}", hook) for i, hook in enumerate(hooks.values()))
 
 
+def _inner(function: Any) -> Any:
+    """Return the function of a partial or of a method; any other object unchanged."""
+    while isinstance(function, (functools.partial, types.MethodType)):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    return function
+
+
 def _is_scripts(function: Any) -> bool:
-    named = function if isinstance(function, types.FunctionType) else type(function)
+    inner = _inner(function)
+    named = inner if isinstance(inner, types.FunctionType) else type(inner)
     return callable(function) and not isinstance(function, nn.Module) and is_users(named.__module__ or "")
 
 
