@@ -30,7 +30,7 @@ from kit.loader_kinds import (
     parts,
 )
 from kit.simulated_ranks import SEED, Exchange, each, global_state, rank_steps, same
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from trainloop.data import EvalFeed, StepBatches, TrainFeed
@@ -373,6 +373,18 @@ def test_loaders_in_nested_containers_are_loaders_within_a_loader() -> None:
     generator = torch.Generator()
     loader = Mixed(DataLoader(dataset, 4, shuffle=True, generator=generator))
     assert [*generators_of(loader).values()] == [generator]
+
+
+def test_a_generator_behind_a_long_list_is_found() -> None:
+    class Draws(Sampler[int]):
+        def __init__(self, generator: torch.Generator) -> None:
+            self.state = {"indices": [*range(100)], "deep": [[0], {"generator": generator}]}
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(self.state["indices"])
+
+    generator = torch.Generator()
+    assert [*generators_of(DataLoader(Rows(), sampler=Draws(generator))).values()] == [generator]
 
 
 def test_what_is_known_of_an_epoch() -> None:

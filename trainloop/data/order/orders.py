@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -188,18 +188,25 @@ def _attributes_of(holder: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in getattr(holder, "__dict__", {}).items():
         found[name] = value
-        found.update(islice(_items_of(name, value), _MOST_ITEMS))
+        found.update(_parts_in(name, value))
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _items_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the items of nested lists, tuples and dicts by name: None for what is no sampler, loader or generator."""
-    if type(value) not in (list, tuple, dict):
-        return
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        own = f"{name}[{key}]"
-        yield own, item if isinstance(item, DataLoader) or _is_sampler(item) or as_generator(item) else None
-        yield from _items_of(own, item)
+def _parts_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the samplers, loaders and generators in nested lists, tuples and dicts by name.
+
+    Only the first containers and the first items of each are read: the others are data.
+    """
+    containers = deque([(name, value)] if type(value) in (list, tuple, dict) else [])
+    for _ in range(_MOST_ITEMS):
+        if not containers:
+            return
+        name, value = containers.popleft()
+        for key, item in islice(value.items() if isinstance(value, dict) else enumerate(value), _MOST_ITEMS):
+            if type(item) in (list, tuple, dict):
+                containers.append((f"{name}[{key}]", item))
+            elif isinstance(item, DataLoader) or _is_sampler(item) or as_generator(item):
+                yield f"{name}[{key}]", item
 
 
 class Generator(Protocol):
