@@ -204,6 +204,9 @@ def test_entries_of_dicts_have_a_row_for_each_sample() -> None:
         check_rows(({"a": three, "b": two}, None, {}), 3)
     with pytest.raises(ConfigurationError, match=r"y_pred has 3 rows, y_true\['a'\]\['b'\] has 2 rows\."):
         check_rows((three, {"a": {"b": two}}, {}), 3)
-    with pytest.raises(ConfigurationError, match=r"metadata\['a'\]\['b'\] has 2 rows\."):
-        check_rows((three, None, {"a": {"b": [1, 2]}}), 3)
+    with pytest.raises(
+        ConfigurationError, match=r"metadata\['a'\] has 2 rows\. .*a list with one item for each sample"
+    ):
+        check_rows((three, None, {"a": [1, 2]}), 3)
+    check_rows((three, None, {"settings": {"layers": [64, 32]}}), 3)
     check_rows(({"a": torch.zeros(6), "b": [1] * 6, "loss": torch.tensor(1.0)}, None, {"ids": [1, 2, 3]}), 3)

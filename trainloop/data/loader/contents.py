@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from trainloop._support.rng import derive_seed
 from trainloop.data.order.orders import datasets_of, length_of
@@ -23,8 +23,9 @@ _MOST = 200  # values of one list: a shuffled list differs in nearly all of them
 def contents_of(loader: Any) -> int:
     """Return a checksum of what a loader's datasets hold for each sample; -1 if it is unknown.
 
-    Only texts (of a path, the file's name) and distinct integers count, such as the indices of a ``Subset``: they are
-    the same on ranks that have the same data. Other values may differ a little, or belong to one rank.
+    Only texts count (of a path, the file's name), the indices of a ``Subset``, the labels of a frame's rows, and
+    distinct integers in a list of samples: they are the same on ranks that have the same data. Other values may differ
+    a little, or belong to one rank.
 
     Examples
     --------
@@ -47,7 +48,10 @@ def _held_by(dataset: Any) -> list[int | str]:
     for value in list(getattr(dataset, "__dict__", {}).values()):
         with suppress(Exception):  # of whatever methods the value's class has
             one = _sequence(value)
-            found += _distinctive(one) if one is not None and len(one) == length else []
+            # Other integers may be drawn for each sample, such as seeds.
+            are_positions = isinstance(dataset, Subset) or hasattr(value, "iloc")
+            items = _distinctive(one) if one is not None and len(one) == length else []
+            found += [item for item in items if are_positions or isinstance(item, str)]
     return found
 
 

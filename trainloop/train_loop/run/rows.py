@@ -69,7 +69,7 @@ def check_rows(output: Any, size: int) -> Predictions:
         listed = ", ".join(f"{name} has {_counted(count, 'row')}" for name, count in counts.items())
         raise ConfigurationError(
             f"get_predictions: for a batch of {_counted(size, 'sample')}, {listed}. Return one row for each sample in "
-            "each of them."
+            "each of them; if samples have other numbers of rows, such as boxes, a list with one item for each sample."
         )
     return output
 
@@ -79,7 +79,7 @@ def _counts(name: str, value: Any) -> dict[str, int]:
 
     Rows that can't be counted, as in a tuple of columns, are left out.
     """
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and not name.startswith("metadata["):  # nested metadata may be settings
         return {k: n for key, part in value.items() for k, n in _counts(f"{name}[{key!r}]", part).items()}
     if isinstance(value, list) or is_table(value) or (isinstance(value, (Tensor, np.ndarray)) and value.ndim):
         return {name: len(value)}
