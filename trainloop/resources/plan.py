@@ -155,14 +155,14 @@ def plan(
     num_trials = checked_count("num_trials", num_trials, least=1)
     num_bag_folds = checked_count("num_bag_folds", num_bag_folds, least=0)
     bagging = num_bag_folds > 1
-    bag = _figures("per_bag", per_bag)
     if per_bag is not None and not bagging:
         warn(
             f"per_bag is ignored: with num_bag_folds={num_bag_folds}, a trial trains one model. Use per_model instead."
         )
-        bag = {}
+        per_bag = None
     wanted = num_bag_folds if bagging and parallel_folds else 1
     whole = _total(total)
+    bag = _figures("per_bag", per_bag)
     model = _figures("per_model", per_model)
     _check_nesting(whole, bag, model)
     if isinstance(total, Resources) and "memory" not in bag | model:

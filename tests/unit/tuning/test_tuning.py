@@ -686,7 +686,6 @@ def test_parameters_of_any_type_are_kept_exactly_and_readably(tmp_path: Path) ->
         ({"total": Q(100000, 0)}, ResourceError, "num_cpus=100000 exceeds the number of CPUs"),
         ({"total": Q(1, 0), "per_model": Q(2)}, ResourceError, "per_model num_cpus=2 is more than num_cpus=1"),
         ({"total": Q(1, 0), "per_model": Q(num_gpus=0.5)}, ResourceError, "no GPU granted"),
-        ({"per_bag": 2}, ResourceError, "per_bag=2: must be a ResourceQuota"),
         (
             {"num_bag_folds": 30, "targets": [1, 2]},
             ConfigurationError,
