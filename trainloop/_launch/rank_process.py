@@ -164,7 +164,11 @@ def _work(run: RunSpec, files: StartFiles, task: Task, me: Rank, slots: memoryvi
                 _result_file.write(result)
             slots[state] = State.DONE
         except BaseException as error:
-            exitcode = _fail(error, files.record_fds[me.local_rank], me, stop, slots, state)
+            failed = error, files.record_fds[me.local_rank], me, stop, slots, state
+            try:
+                exitcode = _fail(*failed)
+            except RuntimeError:  # DataLoader's handler of SIGCHLD raises at a call, once for each dead worker
+                exitcode = _fail(*failed)
             leave_group(failed=True)
             return exitcode
     return 0
