@@ -41,6 +41,7 @@ __all__ = [
     "PackedState",
     "Pickler",
     "StatePickler",
+    "contents_of_cell",
     "explained_rebuilding",
     "load_device",
     "noting_classes",
@@ -487,7 +488,7 @@ def _with_shared_cells(function: types.FunctionType, reduced: Any) -> Any:
     """
     make, (*arguments, _), (attributes, slots), _, _, set_state = reduced
     cells = function.__closure__ or ()
-    contents = [_contents_of(cell) for cell in cells]
+    contents = list(map(contents_of_cell, cells))
     return (
         make,
         (*arguments, cells),
@@ -498,10 +499,11 @@ def _with_shared_cells(function: types.FunctionType, reduced: Any) -> Any:
     )
 
 
-def _contents_of(cell: types.CellType) -> tuple[Any, ...]:
+def contents_of_cell(cell: types.CellType) -> tuple[Any, ...]:
+    """Return the value of a function's outer variable, as a tuple; empty if it has none yet."""
     try:
         return (cell.cell_contents,)
-    except ValueError:  # not assigned yet
+    except ValueError:
         return ()
 
 

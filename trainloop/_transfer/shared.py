@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainloop._support.user_line import warn
-from trainloop._transfer.pickling import Fingerprint
+from trainloop._transfer.pickling import Fingerprint, contents_of_cell
 from trainloop._transfer.torch_objects import attributes_in, kept_state, optimizer_state, own_attributes, slot_names
 
 __all__ = ["KEPT", "changed_parts", "fingerprint", "fingerprints", "put_into", "shared_parts"]
@@ -126,10 +126,7 @@ def _contents(obj: Any, most: float = _LONG) -> Any:
     if isinstance(obj, types.FunctionType):
         return dict(vars(obj))
     if isinstance(obj, types.CellType):
-        try:
-            return (obj.cell_contents,)
-        except ValueError:  # not assigned yet
-            return ()
+        return contents_of_cell(obj)
     if isinstance(obj, np.ndarray):
         return (obj.view(),) if type(obj) is np.ndarray else None  # a view, since the array itself is a reference
     if isinstance(obj, torch.Generator):

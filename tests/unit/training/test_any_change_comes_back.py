@@ -22,7 +22,7 @@ import torch
 from kit.graphs import described
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
-from unit.training.test_what_comes_back import Named, Packed, through_a_rank
+from unit.training.test_what_comes_back import Named, Packed, counting, through_a_rank
 
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 
@@ -41,16 +41,6 @@ class Frozen:
 class Slotted:
     a: Any
     b: Any
-
-
-def counting() -> tuple[Callable[[], None], Callable[[], int]]:
-    count = 0
-
-    def add() -> None:
-        nonlocal count
-        count += 1
-
-    return add, lambda: count
 
 
 class Hidden(nn.Module):

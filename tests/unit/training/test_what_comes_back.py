@@ -342,16 +342,17 @@ def state_of(obj: Any) -> Any:
     return obj.get_state().tolist() if isinstance(obj, torch.Generator) else pickle.dumps(obj)
 
 
+def counting() -> tuple[Callable[[], None], Callable[[], int]]:
+    count = 0
+
+    def add() -> None:
+        nonlocal count
+        count += 1
+
+    return add, lambda: count
+
+
 def test_closures_share_their_variables_in_ranks_and_afterwards() -> None:
-    def counting() -> tuple[Callable[[], None], Callable[[], int]]:
-        count = 0
-
-        def add() -> None:
-            nonlocal count
-            count += 1
-
-        return add, lambda: count
-
     loop: Any = loop_of(OPTIMIZERS["AdamW"])
     add, read = counting()
     add()
