@@ -63,14 +63,17 @@ $(eval $(call install,lint))
 $(eval $(call install,docs))
 $(eval $(call install,bench))
 
-# All that CI needs, in one call of pip: each call builds the package again.
+# All that CI needs, at once. uv takes a quarter of pip's time; pip stays, for where uv doesn't find what pip does.
 EXTRAS_OF_CI := test docs examples lint test-ecosystem-part
 comma := ,
 space := $() $()
 ci-environment: $(VENV)/ci.stamp
+$(VENV)/ci.stamp: PACKAGE := ".[$(subst $(space),$(comma),$(EXTRAS_OF_CI))]"
 $(VENV)/ci.stamp: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	@echo "installing tt-trainloop[$(subst $(space),$(comma),$(EXTRAS_OF_CI))] into $(VENV) ..."
-	@$(PIP) -e ".[$(subst $(space),$(comma),$(EXTRAS_OF_CI))]"
+	@echo "installing tt-trainloop$(PACKAGE:".%"=%) into $(VENV) ..."
+	@$(PIP) uv && UV_FIND_LINKS=$$($(BIN)/python -m pip config get global.find-links 2>/dev/null) \
+		$(BIN)/uv pip install -q --python $(BIN)/python $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e $(PACKAGE) \
+		|| $(PIP) --no-compile -e $(PACKAGE)
 	@touch $(EXTRAS_OF_CI:%=$(VENV)/%.stamp) $@
 
 demo: $(VENV)/examples.stamp
