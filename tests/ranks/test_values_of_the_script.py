@@ -32,10 +32,12 @@ class Meter:
 meter = Meter()
 
 
-def note(value: float) -> None:
+def note(value: float, recent: list[float] = []) -> None:  # noqa: B006
     """Called by a method, so that what it uses counts, too."""
     global count
     count += 1
+    note.last = value  # type: ignore[attr-defined]
+    recent.append(value)
     meter.total += value
     meter.values.append(value)
 
@@ -64,6 +66,9 @@ def changed(**ranks: Any) -> dict[str, Any]:
     global count, meter
     losses.clear()
     count, meter, Net.calls, means["y"] = 0, Meter(), 0, torch.zeros(())
+    vars(note).clear()
+    recent: list[float] = note.__defaults__[0]  # type: ignore[index]
+    recent.clear()
     own_meter, seen, outer = meter, [], 1.0
 
     class Notes(AbstractCallback):
@@ -86,6 +91,8 @@ def changed(**ranks: Any) -> dict[str, Any]:
         "mean": means["y"].item(),
         "total": meter.total,
         "values": meter.values,
+        "last": note.last,  # type: ignore[attr-defined]
+        "recent": list(recent),
     }
 
 

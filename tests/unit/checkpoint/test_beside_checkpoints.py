@@ -385,8 +385,21 @@ class Changes(AbstractCallback):
             self.schedule.last_epoch += 1
         if self.kind == "fc.ratio":
             self.train_loop_obj.model.fc.ratio = getattr(self.train_loop_obj.model.fc, "ratio", 0.0) + 0.5
+        if self.kind == "drop.p":
+            self.train_loop_obj.model.drop.p = 0.1
+        if self.kind == "_count":
+            self.train_loop_obj.model._count += 1
+        if self.kind == "hidden[0].weight":
+            with torch.no_grad():
+                self.train_loop_obj.model.hidden[0].weight += 1.0
+        if self.kind == "tl.criterion":
+            self.train_loop_obj.criterion = Smoothed(label_smoothing=0.1)
         if self.kind.endswith(".calls"):
             calls += 1
+
+
+class Smoothed(nn.CrossEntropyLoss):
+    """Assigned in the place of another class."""
 
 
 class ChangesWithState(Changes):
@@ -409,7 +422,8 @@ def with_state_in(kind: str, callback: type[Changes] = Changes) -> Callable[...,
         global calls
         calls, Shared.total = 0, 0.0
         model = Shared() if kind.endswith("total") else Net()
-        model.fc.tally = 0  # type: ignore[assignment]
+        model.fc.tally, model._count, model.drop = 0, 0, nn.Dropout(0.0)  # type: ignore[assignment]
+        model.hidden, model.layers = [nn.Linear(2, 1)], [model.fc]  # type: ignore[assignment]
         loop = make_loop(model, validation=False, optimizer=Follows(model.parameters(), 0.1))
         if kind == "fc.Hook.factor":
             model.fc.register_forward_hook(Hook())
@@ -432,6 +446,7 @@ PLACES = [
         "fc.Hook.factor",
     ),
     *("train_loader.collate_fn.seen", f"{__name__}.Shared.total", f"{__name__}.calls"),
+    *("drop.p", "fc.ratio", "_count", "hidden[0].weight", "tl.criterion"),
 ]
 
 
@@ -445,6 +460,19 @@ def test_what_a_resumed_run_does_not_have_is_named(tmp_path: Path, kind: str) ->
     lost = [one for one in found if one.startswith("the checkpoint does not contain ")]
     assert len(lost) == 1
     assert kind in lost[0].partition(", which the training had changed")[0].partition(" contain ")[2].split(", ")
+
+
+class Lazy(Net):
+    def get_loss(self, *args: Any) -> Tensor:
+        if not hasattr(self, "mask"):
+            self.mask, self._scale = torch.ones(3), 2.0
+        return super().get_loss(*args)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_the_first_step_creates_once_is_not_named(tmp_path: Path) -> None:
+    make_loop(Lazy(), validation=False).fit(num_epochs=2, callbacks=[saved(tmp_path)])
+    make_loop(Lazy(), validation=False).fit(num_epochs=2, callbacks=[saved(tmp_path)], resume_from=path_of(tmp_path, 9))
 
 
 @pytest.mark.parametrize("callback", [ChangesWithState, ChangesOnResume])

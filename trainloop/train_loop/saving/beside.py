@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop._support.carried import names_of
 from trainloop._support.user_line import described_names, warn_or_print
@@ -32,12 +32,13 @@ from trainloop.train_loop.saving.script_values import script_values
 
 __all__ = ["Beside", "saved_names", "warn_of_lost", "warn_of_unlike_tensors"]
 
-_DEEPEST, _MOST_PARTS, _MOST_ITEMS = 3, 64, 1000
+_DEEPEST, _MOST_PARTS, _MOST_HIDDEN, _MOST_ITEMS = 3, 64, 16, 1000
 _MOST_BYTES, _SMALL_BYTES = 2**20, 4096  # larger arrays are not compared; of a dataset, larger images are not
 _LIBRARIES = ("torch", "torchmetrics", "builtins", "trainloop")  # metrics train nothing; the others save what they need
 _SCHEDULERS = "torch.optim.lr_scheduler"
 _OF_CALLBACKS = frozenset({"callback_name", "execution_order", "device_idx_execution", "train_loop_obj"})
-_OF_OPTIMIZERS = frozenset({"defaults", "state", "param_groups"})
+_OF_OPTIMIZERS = frozenset({"defaults", "state", "param_groups", "step", "_opt_called", "_zero_grad_profile_name"})
+_OF_MODULES = frozenset({*vars(nn.Module()), "_log_sink", "_log_batch_size"})
 _HOW = (
     "If the training depends on this, save it: in a module, as a buffer or by get_extra_state; in a callback, by "
     "state_dict and load_state_dict (for a dataset, by rank_state_dict). A count of steps can follow from "
@@ -79,6 +80,10 @@ class Beside:
         """Return the values that were different in ``before``."""
         return {path: shown for path, shown in self.values.items() if before.values.get(path, shown) != shown}
 
+    def complete(self, later: Beside) -> None:
+        """Add the values that have come into being ``later``, in hooks or in the first step."""
+        self.values = {**later.values, **self.values}
+
     def about(self, before: Beside) -> str:
         """Return a warning about what has changed since ``before``, if the training mostly depends on it; else ''."""
         names = [
@@ -109,19 +114,22 @@ class Beside:
 
     def _add_modules(self, loop: LoopState, saved: set[str]) -> None:
         modules = [("", loop.model), *(("criterion", module) for module in criterion_modules(loop.criterion))]
+        for _, whole in modules:
+            self._seen |= {id(part) for part in (*whole.modules(), *whole.parameters(), *whole.buffers())}
         for prefix, whole in modules:
             for name, buffer in whole.named_buffers(prefix):
                 if name not in saved:
                     self._add(name, buffer, _kind_of(buffer))
             for path, part in whole.named_modules(prefix=prefix):
-                self._seen.add(id(part))
                 if type(part).get_extra_state is nn.Module.get_extra_state:
-                    self._add_attributes(path, part, without={"training", *names_of(part)})
+                    self._add_attributes(path, part, without=_OF_MODULES | {*names_of(part)})
                 for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
                     self._add_attributes(f"{path}.{type(hook).__name__}".lstrip("."), hook)
 
     def _add_others(self, loop: LoopState) -> None:
-        for name, value in added_attributes(loop).items():
+        settings = {name: getattr(loop, name) for name in ("gradient_clip_norm", "grad_accumulation", "end_auto_eval")}
+        criterion = f"{getattr(loop.criterion, '__qualname__', type(loop.criterion))}"
+        for name, value in {**settings, "criterion": criterion, **added_attributes(loop)}.items():
             self._add(f"tl.{name}", value)
         if not isinstance(loop.criterion, nn.Module):
             self._add_attributes("criterion", loop.criterion)
@@ -150,12 +158,13 @@ class Beside:
 
     def _add_all(self, path: str, part: Any, without: Collection[str], of_callback: bool, depth: int) -> None:
         package = type(part).__module__.partition(".")[0]
-        if package in _LIBRARIES and not depth:
+        of_torch = package == "torch" and isinstance(part, nn.Module)  # its public settings: a rate of dropout
+        if package in _LIBRARIES and not depth and not of_torch:
             return
         kinds = reversed(type(part).__mro__) if package not in _LIBRARIES else ()
         counts = {name: value for cls in kinds for name, value in vars(cls).items() if type(value) in (int, float)}
         for name, value in [*{**counts, **getattr(part, "__dict__", {})}.items()]:
-            if name in without or name.startswith("_" if depth or not of_callback else "__"):
+            if name in without or name.startswith("__") or (name[0] == "_" and package in _LIBRARIES):
                 continue
             where = f"{path}.{name}" if path else name
             with suppress(Exception):
@@ -164,11 +173,15 @@ class Beside:
                 self._add_within(where, value, package, of_callback, depth)
 
     def _add_within(self, where: str, value: Any, package: str, of_callback: bool, depth: int) -> None:
-        if id(value) not in self._seen and hasattr(value, "__dict__"):
+        if isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_HIDDEN:
+            for key, one in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
+                self._add_within(f"{where}[{key!r}]", one, package, of_callback, depth + 1)
+        elif id(value) not in self._seen and hasattr(value, "__dict__"):
             self._seen.add(id(value))
             if isinstance(value, nn.Module):  # of a callback, or hidden in a list or an object
                 for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
-                    self._add(f"{where}.{inner}", tensor)
+                    if id(tensor) not in self._seen:
+                        self._add(f"{where}.{inner}", tensor.detach(), None if of_callback else tuple(tensor.shape))
             elif depth < 2 and not callable(value) and type(value).__module__.startswith((package, _SCHEDULERS)):
                 self._add_attributes(where, value, of_callback=of_callback, depth=depth + 1)
 
@@ -219,20 +232,21 @@ def saved_names(loop: LoopState) -> set[str]:
     return {f"{prefix}{name}" for prefix, whole in (("", loop.model), *criteria) for name in whole.state_dict()}
 
 
-def warn_of_lost(loop: LoopState, saved: Mapping[str, int], epoch: int) -> None:
+def warn_of_lost(loop: LoopState, saved: Mapping[str, int], epoch: int, *, trains: bool = True) -> None:
     """Warn of values that a resumed run does not have: those that differ from the time of the checkpoint.
 
     In ``fsdp``, all ranks call it. ``epoch`` is that in which the run resumes: ``set_epoch`` sets it, and a checkpoint
-    from an epoch's end was written while the data had the one before.
+    from an epoch's end was written while the data had the one before. Missing values count unless the run had ended.
     """
     now = Beside(loop, saved_names(loop)) if saved else None
     if now is None:
         return
+    values = now.values if trains else {**saved, **now.values}
     before = _checksum(epoch - 1)
     lost = [
         path
         for path, checksum in saved.items()
-        if now.values.get(path, checksum) != checksum and not (path in now.of_epochs and checksum == before)
+        if values.get(path) != checksum and not (path in now.of_epochs and checksum == before)
     ]
     if lost and loop.is_global_zero:
         warn_or_print(
@@ -255,7 +269,8 @@ def _of_data(part: Any, name: str, value: Any) -> tuple[Any, str | None] | None:
         return value, "data"
     if _is_iterator(value):
         return value, None
-    if name[0] == "_" or is_cache or _are_arrays(value) or not _is_small(value):
+    of_loader = isinstance(part, DataLoader) or type(part).__module__.startswith("torch.")
+    if (name[0] == "_" and of_loader) or is_cache or _are_arrays(value) or not _is_small(value):
         return None
     return value, "data" if isinstance(value, (float, Tensor, np.ndarray)) else None  # ints mostly count what is read
 

@@ -137,7 +137,7 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
     set_generator_states([loop.train_loader], [mine["feed"]["generators"]])
     if loop.seed is None and not has_ranks(loop.gpu_mode):  # other runs leave the caller's generators as they are
         rng.restore(mine["rng"])
-    warn_of_lost(loop, state.get("beside", {}), state["place"]["epoch"])
+    warn_of_lost(loop, state.get("beside", {}), state["place"]["epoch"], trains=False)
     cut = state.get("cut")
     loop.note(cut=cut and {key: cut[key] for key in ("place", "ranks", "loop_seed")})
     loop.ends = end_that_holds(loop, state)

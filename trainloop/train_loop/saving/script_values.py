@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections import deque
@@ -29,7 +30,7 @@ class ScriptValue(NamedTuple):
     """A value, and the place from which the script's code reads it."""
 
     holder: Any
-    """A class, the globals of a module, or the cell of an outer variable."""
+    """A class, the globals of a module, the attributes of a function, or the cell of an outer variable."""
     name: str
     value: Any
 
@@ -49,8 +50,9 @@ class ScriptValue(NamedTuple):
 def script_values(loop: LoopState) -> dict[str, ScriptValue]:
     """Return plain values, containers and objects of the script's classes, small ones only, by path.
 
-    These are class attributes of the classes of modules, criterion, optimizers and callbacks, and the globals and outer
-    variables that their methods and :func:`given_functions` use, also within functions that they call.
+    These are class attributes of the classes of modules, criterion, optimizers and callbacks, and the globals, outer
+    variables, attributes of functions and defaults that are containers, which their methods and :func:`given_functions`
+    use, also within functions that they call.
     """
     found: dict[str, ScriptValue] = {}
     given = map(_inner, given_functions(loop).values())
@@ -76,6 +78,8 @@ def script_values(loop: LoopState) -> dict[str, ScriptValue]:
         if key in seen:
             continue
         seen.add(key)
+        for name, value in _own_values(function):
+            add(f"{function.__module__}.{function.__qualname__}.{name}", ScriptValue(vars(function), name, value))
         names = dict.fromkeys(_names_in(function.__code__))
         used = {name: function.__globals__[name] for name in names if name in function.__globals__}
         holders: dict[str, Any] = dict.fromkeys(used, function.__globals__)
@@ -93,6 +97,15 @@ def script_values(loop: LoopState) -> dict[str, ScriptValue]:
             else:
                 add(f"{of}.{name}", ScriptValue(holders[name], name, value))
     return found
+
+
+def _own_values(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield a function's attributes, and the containers that are defaults of its arguments."""
+    yield from list(vars(function).items())
+    signature = inspect.signature(function, follow_wrapped=False)
+    for name, argument in signature.parameters.items():
+        if isinstance(argument.default, (list, dict, set, deque)):
+            yield name, argument.default
 
 
 def given_functions(loop: LoopState) -> dict[str, Any]:
@@ -140,11 +153,17 @@ def put_script_values(loop: LoopState, values: Mapping[str, Any]) -> None:
     classes = _classes_of(loop)
     for path, value in values.items():
         of, _, name = path.rpartition(".")
-        holder = classes.get(of, sys.modules.get(of))
+        holder = classes.get(of) or _named(of)
         if path in found:
             found[path].put(value)
         elif holder is not None and name not in vars(holder) and not name.endswith("'"):  # one of several of this name
             setattr(holder, name, value)
+
+
+def _named(path: str) -> Any:
+    """Return the module or the function of this path, or None."""
+    module, _, name = path.rpartition(".")
+    return sys.modules.get(path) or getattr(sys.modules.get(module), name, None)
 
 
 def _classes_of(loop: LoopState) -> dict[str, type]:

@@ -172,7 +172,7 @@ class Training(Run):
                         self.step()
                         self.step_in_work = None
                         if clock.steps == 0:
-                            self.advice.monitors()
+                            self._after_first_step()
                         for saver in self.savers:
                             saver.save_due()
                         clock.steps += 1
@@ -319,6 +319,16 @@ class Training(Run):
         changed = now.changed_since(self._beside)
         between = self.epoch_finished or not self.epoch_steps
         return {path: shown for path, shown in changed.items() if not between or path not in self._renewed}
+
+    def _after_first_step(self) -> None:
+        """Look at what exists only now; called after the first step of each epoch."""
+        self.advice.monitors()
+        if self._beside is not None and not self.clock.epochs and self.loop.is_global_zero:
+            now = Beside(self.loop, self._saved)
+            for before in (self._begun, self._beside):
+                if before is not None:
+                    before.complete(now)
+                    now = before
 
     def _find_renewed(self) -> None:
         """Find what the hooks at the beginning of an epoch have set back: a resumed epoch begins with it, too.
