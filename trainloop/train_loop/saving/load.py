@@ -301,7 +301,7 @@ def _plain_setting(group: dict[str, Any], name: str) -> Any:
     value = group.get(f"initial_{name}", group[name])  # a scheduler changes the rate, and records the initial one
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    plain = isinstance(value, (bool, int, float, str, tuple))
+    plain = value is None or isinstance(value, (bool, int, float, str, tuple))
     return f"{value:g}" if type(value) is float else str(value) if plain else None
 
 
