@@ -81,7 +81,7 @@ def doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 class Scaled(nn.Module):
     """A criterion with a tensor of its own."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float | list[float]) -> None:
         super().__init__()
         self.register_buffer("scale", torch.tensor(scale, dtype=D))
 

@@ -19,6 +19,7 @@ import io
 import os
 import pickle
 import random
+import re
 import sys
 import sysconfig
 import types
@@ -43,6 +44,7 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _METHODS = (staticmethod, classmethod, property)
 _WITHOUT_STATE = ("typing", "__future__", "logging", "re", "abc", "_abc", "threading", "_thread", "weakref")
+_COMPILERS_OWN = re.compile(r"__\w*_\d")
 _MISSING = object()
 _OWN_FILE = ""
 _FILE_LOADER = importlib.machinery.SourceFileLoader
@@ -216,9 +218,13 @@ def _attributes(module: types.ModuleType, limit: _Limit) -> Iterator[tuple[str, 
 
 
 def _named(namespace: Mapping[str, Any], module: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a module and of its own classes by their paths, without those of Python itself."""
+    """Yield the attributes of a module and of its own classes by their paths, without those of Python and torch.
+
+    ``torch.compile`` puts what a compiled function uses into its module, such as ``__builtins_dict___0``, and fails in
+    a process where such a name exists already.
+    """
     for name, value in list(namespace.items()):
-        pythons_own = name.startswith("__") and name.endswith("__")
+        pythons_own = name.startswith("__") and (name.endswith("__") or (not prefix and _COMPILERS_OWN.match(name)))
         if pythons_own and not (prefix and isinstance(value, types.FunctionType)):
             continue
         path = prefix + name

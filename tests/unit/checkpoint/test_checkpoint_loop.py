@@ -461,11 +461,12 @@ def test_a_resume_with_other_values_says_which_are_used(tmp_path: Path, capsys: 
         return capsys.readouterr().err  # a warning of the log
 
     assert said(1) == said(2) == ""
-    other = said(3, accumulation=2, batch=12, seed=2, lr=0.5, weight_decay=0.25)
+    other = said(3, accumulation=2, batch=12, seed=2, lr=0.5, momentum=0.9, weight_decay=0.25)
     assert other == (
-        "Resumed with SGD's lr=0.1 from the checkpoint (the script has 0.5), SGD's weight_decay=0 from the checkpoint "
-        "(the script has 0.25), seed=1 from the checkpoint (the script has 2), grad_accumulation=2 from the script "
-        "(the checkpoint has 1), global batch size=12 from the script (the checkpoint has 16).\n"
+        "Resumed with SGD's lr=0.1 from the checkpoint (the script has 0.5), SGD's momentum=0 from the checkpoint (the "
+        "script has 0.9), SGD's weight_decay=0 from the checkpoint (the script has 0.25), seed=1 "
+        "from the checkpoint (the script has 2), grad_accumulation=2 from the script (the checkpoint has 1), global "
+        "batch size=12 from the script (the checkpoint has 16).\n"
     )
 
 

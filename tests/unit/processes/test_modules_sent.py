@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainloop._launch.module_state import dumped_modules, rank_dependent, receive_modules, users_modules
 
@@ -33,6 +34,17 @@ def test_modules_with_attributes_that_look_like_functions_are_sent(
     assert found["LR"].value == 0.1
     assert found["FunctionType"].value[:2] == ("builtins", "function")
     assert found["Node"].value[:2] == ("nodes_of_a_user", "Node")
+
+
+def test_what_the_compiler_puts_into_a_module_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "compiled_of_a_user.py").write_text("LR = 0.1\ndef twice(x):\n    return (2 * x).sin()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("compiled_of_a_user")
+    torch.compile(module.twice, backend="eager")(torch.ones(2))
+    module.__dict__.update({"__compiled_fn_2_b51868cc_e69d": module.twice, "__resume_at_76_3": module.twice})
+    assert any(name.startswith("__builtins_dict_") for name in vars(module))
+    found = pickle.loads(dumped_modules())["compiled_of_a_user"]
+    assert found.keys() == {"LR", "twice"}
 
 
 def test_names_from_the_rank_are_found_in_modules_that_import_each_other(

@@ -533,6 +533,10 @@ def test_load_best_leaves_a_criterion_with_other_tensors_unchanged_and_warns(tmp
     loop.criterion = Scaled(2.0)
     keeper.load_best()
     assert loop.criterion.scale == 0.5
+    loop.criterion = Scaled([2.0, 3.0])
+    with pytest.warns(UserWarning, match=r"other tensors \(scale\) than Scaled, so tl\.criterion is unchanged"):
+        keeper.load_best()
+    assert loop.criterion.scale.tolist() == [2.0, 3.0]
 
 
 def test_a_loader_without_batches_that_a_hook_assigns_is_refused() -> None:
@@ -592,6 +596,14 @@ def test_a_buffer_of_a_criterion_may_change_its_shape_while_a_checkpoint_is_load
         loop.fit(num_epochs=epochs, callbacks=[keeper], resume_from=resume)
         found.append([p.tolist() for p in loop.model.parameters()])
     assert found[1] == found[2]
+
+    class Fixed(Reshapes):
+        _load_from_state_dict = nn.Module._load_from_state_dict
+
+    loop = loop_of("rate", "single")
+    loop.criterion = Fixed()
+    with pytest.raises(CheckpointError, match=r"scale has shape \(1,\) in tl\.criterion, but \(4,\)"):
+        loop.fit(num_epochs=6, callbacks=[ModelCheckpoint(tmp_path / "parts")], resume_from="last")
 
 
 class Sharpness(torch.optim.Optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -247,9 +248,11 @@ class ModelCheckpoint(Saver):
             criterion = criterion_module(loop.criterion) if state.get("criterion") else None
             if criterion is not None:  # without the tensors of the model
                 own, saved = criterion.state_dict(), state["criterion"]
-                if saved.keys() <= own.keys():
+                kept = {**own, **{name: copy.deepcopy(own[name]) for name in saved if name in own}}
+                try:
                     criterion.load_state_dict({**own, **saved})
-                else:
+                except RuntimeError:  # other names or shapes; a module may take the shapes of what it loads
+                    criterion.load_state_dict(kept)
                     warn(
                         f"load_best: the checkpoint's criterion has other tensors ({', '.join(saved)}) than "
                         f"{type(criterion).__name__}, so tl.criterion is unchanged. Assign the criterion of the best "

@@ -250,8 +250,8 @@ class ExponentialMovingAverage(WeightAverage):
         of a ``MultiLoss`` are ``ema_val_loss_<name>``.
     apply_on_train_end : bool
         Leave the averaged weights in the model when training ends, after the evaluation of the test set. (For the
-        average, call ``tl.evaluate(test_loader)`` after ``fit``.) A second ``fit`` continues from the trained weights,
-        not from the average, unless you change the model in between.
+        average, call ``tl.evaluate(test_loader)`` after ``fit``.) A second ``fit`` with this callback continues from
+        the trained weights, unless you change the model in between; without it, from the average.
 
     Raises
     ------
@@ -423,8 +423,8 @@ class StochasticWeightAveraging(WeightAverage):
         statistics of the last trained weights.
     apply_on_train_end : bool
         Leave the average in the model when training ends, after the evaluation of the test set. (For the average, call
-        ``tl.evaluate(test_loader)`` after ``fit``.) A second ``fit`` continues from the trained weights, and continues
-        the average.
+        ``tl.evaluate(test_loader)`` after ``fit``.) A second ``fit`` with this callback continues from the trained
+        weights, and continues the average; without it, the training continues from the average.
 
     Raises
     ------

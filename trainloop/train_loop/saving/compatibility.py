@@ -200,13 +200,12 @@ def about_criterion(loop: LoopState, state: dict[str, Any]) -> str:
     criterion = criterion_module(loop.criterion)
     if criterion is None or not state["criterion"]:
         return ""
-    # As for models: a module may change the shapes of its buffers in load_state_dict.
-    buffers = {name for name, _ in criterion.named_buffers()}
-    own = {name: None if name in buffers else value for name, value in criterion.state_dict().items()}
     saved = {**criterion_state(loop, of_model=True), **state["criterion"]}
-    own |= dict.fromkeys(empty_buffers(criterion, saved))
+    own = {**criterion.state_dict(), **dict.fromkeys(empty_buffers(criterion, saved))}
     wrong = described_differences(own, saved, "checkpoint")
-    return wrong and (
+    if not wrong or _loads(criterion, saved):  # as for models, a module may change the shapes of its buffers
+        return ""
+    return (
         f"the checkpoint belongs to another criterion: {wrong.replace('the model', 'tl.criterion')}. If a callback "
         "assigned tl.criterion in the checkpoint's run, it must do so again: in on_resume, or in on_train_begin if the "
         "training changes its tensors. Otherwise, pass the criterion of the checkpoint's run. To train with another "

@@ -277,10 +277,10 @@ def _about_other_values(run: TrainingRun, state: dict[str, Any]) -> str:
 
     for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
         for own, theirs in zip(optimizer.param_groups, saved_groups(saved), strict=False):
-            for name in ("lr", "weight_decay"):
-                # A scheduler changes the rate itself, and records the initial one.
-                now, before = (group.get(f"initial_{name}", group.get(name, 0.0)) for group in (own, theirs))
-                note(f"{type(optimizer).__name__}'s {name}", f"{float(before):g}", f"{float(now):g}", of_script=False)
+            cycled = ("momentum", "betas") if "base_momentum" in theirs else ()  # by OneCycleLR or CyclicLR
+            for name in (name for name in own if name in theirs and name not in ("params", "initial_lr", *cycled)):
+                now, before = (_plain_setting(group, name) for group in (own, theirs))
+                note(f"{type(optimizer).__name__}'s {name}", before, now, of_script=False)
     for callback, entry in matched_entries(loop.callbacks, state["callbacks"])[0]:
         if hasattr(callback, "other_settings"):
             for what, before, now in callback.other_settings(entry["state"]):
@@ -294,6 +294,15 @@ def _about_other_values(run: TrainingRun, state: dict[str, Any]) -> str:
     note("grad_accumulation", loop.grad_accumulation, place["grad_accumulation"], of_script=True)
     note("global batch size", run.feed.global_batch_size, place["global_batch_size"], of_script=True)
     return f"Resumed with {', '.join(dict.fromkeys(found))}." if found else ""
+
+
+def _plain_setting(group: dict[str, Any], name: str) -> Any:
+    """Return a setting of a parameter group, as it is shown; ``None`` if it is no plain value."""
+    value = group.get(f"initial_{name}", group[name])  # a scheduler changes the rate, and records the initial one
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    plain = value is None or isinstance(value, (bool, int, float, str, tuple))
+    return f"{value:g}" if type(value) is float else str(value) if plain else None
 
 
 def _load_callbacks(loop: LoopState, saved: list[dict[str, Any]], method: str) -> None:
