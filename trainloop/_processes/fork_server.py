@@ -257,7 +257,7 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
                 reports.append(report)
                 with sender:
                     process = context.Process(target=_take_over, args=(caller, sender, target, arguments))
-                    with _process_lock, _main_not_imported_again():
+                    with _process_lock, _main_not_imported_again(), _finding_modules_here():
                         process.start()
                 processes.append(process)
             changed = {name for report in reports for name in report.recv()}
@@ -282,7 +282,8 @@ def spawned(calls: Sequence[Call], environment: Mapping[str, str] | None = None)
         try:
             for target, arguments in calls:
                 process = context.Process(target=target, args=arguments)
-                process.start()
+                with _finding_modules_here():
+                    process.start()
                 processes.append(process)
         except BaseException:
             _kill(processes)
@@ -295,6 +296,22 @@ def _kill(processes: Sequence[BaseProcess]) -> None:
         process.kill()
         process.join()
         process.close()
+
+
+@contextlib.contextmanager
+def _finding_modules_here() -> Iterator[None]:
+    """Let a new process import from the current folder, for which ``''`` stands in ``sys.path``.
+
+    ``multiprocessing`` replaces ``''`` by the folder in which the program has started, such as before a notebook's %cd.
+    """
+    folder = _absolute_path()[sys.path.index("")] if "" in sys.path else None
+    if folder is not None:
+        sys.path.insert(sys.path.index(""), folder)
+    try:
+        yield
+    finally:
+        if folder is not None:
+            sys.path.remove(folder)
 
 
 def _absolute_path() -> list[str]:
