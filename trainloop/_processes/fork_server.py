@@ -49,6 +49,7 @@ __all__ = [
     "Call",
     "NoServerError",
     "NoOwnServerError",
+    "absolute_path",
     "begin_server",
     "chosen_method",
     "fixed_state",
@@ -136,11 +137,11 @@ def begin_server(modules: Sequence[str]) -> None:
     forkserver.set_forkserver_preload([f"{__package__}.server"])  # never __main__, which is the default
     # Only a single-threaded server can be forked safely, so its libraries must start no threads; its forks set their
     # own numbers. PYTHONPATH is set because the server's own sys.path would not contain the script's folder.
-    changed = {**dict.fromkeys(THREAD_VARIABLES, "1"), "PYTHONPATH": os.pathsep.join(_absolute_path())}
+    changed = {**dict.fromkeys(THREAD_VARIABLES, "1"), "PYTHONPATH": os.pathsep.join(absolute_path())}
     order = {
         "caller": os.getpid(),
         "modules": list(modules),
-        "path": _absolute_path(),
+        "path": absolute_path(),
         "mask": blocked_signals(),
     }
     resource_tracker.ensure_running()  # before signals are blocked: the tracker unblocks them when it starts
@@ -304,7 +305,7 @@ def _finding_modules_here() -> Iterator[None]:
 
     ``multiprocessing`` replaces ``''`` by the folder in which the program has started, such as before a notebook's %cd.
     """
-    folder = _absolute_path()[sys.path.index("")] if "" in sys.path else None
+    folder = absolute_path()[sys.path.index("")] if "" in sys.path else None
     if folder is not None:
         sys.path.insert(sys.path.index(""), folder)
     try:
@@ -314,7 +315,8 @@ def _finding_modules_here() -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def _absolute_path() -> list[str]:
+def absolute_path() -> list[str]:
+    """Return ``sys.path`` with absolute folders, so that it does not depend on the current folder."""
     folder = "/"
     with contextlib.suppress(OSError):  # the folder was removed: nothing can be found relative to it
         folder = os.getcwd()
