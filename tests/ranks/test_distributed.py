@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,6 +239,9 @@ def exchanges() -> dict[str, Any]:
     for reduce in ("mean", "sum", "min", "max"):
         facts[reduce] = td.all_reduce([own, rank, rank == 1, torch.tensor([2, 7]) + rank, rank / 3], reduce)
     facts["own after"] = own
+    gone = torch.full((2, 999), 3.0 + rank)
+    gone[rank] = torch.nan
+    facts["NaN"] = [td.all_reduce([gone, 1.0 if rank == 0 else math.nan], reduce) for reduce in ("min", "max")]
     half = torch.tensor(2048.0 if rank else 1.0, dtype=torch.float16)
     facts["half"] = td.all_reduce(half, "mean")
     facts["complex"] = td.all_reduce(torch.tensor([1 + 2j * rank]), "sum")
@@ -277,6 +281,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     facts = run_ranks(exchanges, 2, folder=tmp_path)
     for rank, mine in enumerate(facts):
         assert (mine["rank"], mine["world_size"], mine["zero"]) == (rank, 2, rank == 0)
+        assert all(tensor.isnan().all() and math.isnan(number) for tensor, number in mine["NaN"])
         assert mine["rank_zero_only"] == (None if rank else "ran")
         for dtype, (gathered_dtype, gathered) in zip(DTYPES, mine["by dtype"], strict=True):
             expected = torch.tensor([[0, 1, 0], [0, 1, 1]]).to(dtype)

@@ -118,6 +118,25 @@ def test_every_way_to_run_a_script_trains_alike(way: str, expected: list[object]
     assert run(*arguments, folder=tmp_path, stdin=stdin) == [expected] * processes
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("order", ["os.chdir('repo'); import trained", "import trained; os.chdir('elsewhere')"])
+def test_ranks_import_the_modules_of_a_program_that_changes_its_folder(
+    order: str, method: str, expected: object, tmp_path: Path
+) -> None:
+    repo = tmp_path / "repo"
+    for folder in (repo, repo / "elsewhere"):
+        folder.mkdir()
+    asks = "        from trained import Points\n        assert type(self) is Points\n        return self.transform("
+    text = SCRIPT.replace("        return self.transform(", asks)
+    assert text != SCRIPT
+    (repo / "trained.py").write_text(text)
+    started_in = tmp_path if "repo" in order else repo
+    # As in a notebook, '' is in sys.path, and multiprocessing is imported before the folder changes.
+    command = f"import os, torch.multiprocessing; {order}; trained.main()"
+    assert run("-c", command, folder=started_in, TRAINLOOP_START_METHOD=method) == [expected]
+
+
 @pytest.mark.slow
 def test_tasks_of_slurm_train_alike(expected: object, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(GUARDED)

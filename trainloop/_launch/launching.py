@@ -27,7 +27,14 @@ from trainloop._launch.rank_process import started_by_launch
 from trainloop._launch.settings import dumped_settings
 from trainloop._launch.spawning import Ranks, server_modules
 from trainloop._launch.work import RunSpec, StartFiles, Task
-from trainloop._processes.fork_server import NoServerError, begin_server, chosen_method, fixed_state, limits
+from trainloop._processes.fork_server import (
+    NoServerError,
+    absolute_path,
+    begin_server,
+    chosen_method,
+    fixed_state,
+    limits,
+)
 from trainloop._support.platform import blocked_signals, loopback_interface, resource
 from trainloop._support.scratch import scratch_folder
 from trainloop._support.signals import signals, uninterrupted
@@ -349,7 +356,7 @@ def _this_process(undo: contextlib.ExitStack) -> int:
 def _terms(run: RunSpec, processes: _Processes) -> list[Any]:
     """Return what ranks get or inherit at their start, and keep. If it changes, new ranks must be started."""
     settings = replace(run, key=None, interface=None), processes.environment, processes.method
-    return [*settings, LoadedCode(), fixed_state(), limits(), list(sys.path), blocked_signals()]
+    return [*settings, LoadedCode(), fixed_state(), limits(), absolute_path(), blocked_signals()]
 
 
 def _begin_server(method: str) -> bool:

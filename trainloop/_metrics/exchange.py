@@ -156,10 +156,8 @@ class _Numbers:
             self.sums, self.greatest = np.stack([np.where(weights == 0, 0.0, values * weights), weights]), nothing
         elif options.reduce == "sum":
             self.sums, self.greatest = values[None].copy(), nothing
-        else:  # an all-reduce treats NaN inconsistently in a maximum: count NaNs
-            self.sums = np.isnan(values)[None].astype(np.float64)
-            signed = values if options.reduce == "max" else -values
-            self.greatest = np.where(np.isnan(values), -np.inf, signed)[None]
+        else:
+            self.sums, self.greatest = nothing, (values if options.reduce == "max" else -values)[None]
 
     @classmethod
     def of_steps(cls, options: Options, steps: Any, values: Any, weights: Any) -> _Numbers:
@@ -185,8 +183,7 @@ class _Numbers:
             return quotient
         if self.options.reduce == "sum":
             return self.sums[0]
-        greatest = self.greatest[0] if self.options.reduce == "max" else -self.greatest[0]
-        return np.where(self.sums[0] > 0, np.nan, greatest)
+        return self.greatest[0] if self.options.reduce == "max" else -self.greatest[0]
 
     def total(self) -> OwnTotal:
         """Return the metric's entry for the epoch."""

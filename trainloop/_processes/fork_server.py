@@ -49,6 +49,7 @@ __all__ = [
     "Call",
     "NoServerError",
     "NoOwnServerError",
+    "absolute_path",
     "begin_server",
     "chosen_method",
     "fixed_state",
@@ -136,11 +137,11 @@ def begin_server(modules: Sequence[str]) -> None:
     forkserver.set_forkserver_preload([f"{__package__}.server"])  # never __main__, which is the default
     # Only a single-threaded server can be forked safely, so its libraries must start no threads; its forks set their
     # own numbers. PYTHONPATH is set because the server's own sys.path would not contain the script's folder.
-    changed = {**dict.fromkeys(THREAD_VARIABLES, "1"), "PYTHONPATH": os.pathsep.join(_absolute_path())}
+    changed = {**dict.fromkeys(THREAD_VARIABLES, "1"), "PYTHONPATH": os.pathsep.join(absolute_path())}
     order = {
         "caller": os.getpid(),
         "modules": list(modules),
-        "path": _absolute_path(),
+        "path": absolute_path(),
         "mask": blocked_signals(),
     }
     resource_tracker.ensure_running()  # before signals are blocked: the tracker unblocks them when it starts
@@ -257,7 +258,7 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
                 reports.append(report)
                 with sender:
                     process = context.Process(target=_take_over, args=(caller, sender, target, arguments))
-                    with _process_lock, _main_not_imported_again():
+                    with _process_lock, _main_not_imported_again(), _finding_modules_here():
                         process.start()
                 processes.append(process)
             changed = {name for report in reports for name in report.recv()}
@@ -282,7 +283,8 @@ def spawned(calls: Sequence[Call], environment: Mapping[str, str] | None = None)
         try:
             for target, arguments in calls:
                 process = context.Process(target=target, args=arguments)
-                process.start()
+                with _finding_modules_here():
+                    process.start()
                 processes.append(process)
         except BaseException:
             _kill(processes)
@@ -297,7 +299,24 @@ def _kill(processes: Sequence[BaseProcess]) -> None:
         process.close()
 
 
-def _absolute_path() -> list[str]:
+@contextlib.contextmanager
+def _finding_modules_here() -> Iterator[None]:
+    """Let a new process import from the current folder, for which ``''`` stands in ``sys.path``.
+
+    ``multiprocessing`` replaces ``''`` by the folder in which the program has started, such as before a notebook's %cd.
+    """
+    folder = absolute_path()[sys.path.index("")] if "" in sys.path else None
+    if folder is not None:
+        sys.path.insert(sys.path.index(""), folder)
+    try:
+        yield
+    finally:
+        if folder is not None:
+            sys.path.remove(folder)
+
+
+def absolute_path() -> list[str]:
+    """Return ``sys.path`` with absolute folders, so that it does not depend on the current folder."""
     folder = "/"
     with contextlib.suppress(OSError):  # the folder was removed: nothing can be found relative to it
         folder = os.getcwd()

@@ -15,6 +15,7 @@ import importlib.machinery
 import inspect
 import io
 import mmap
+import multiprocessing.process
 import operator
 import os
 import pickle
@@ -190,7 +191,9 @@ class Pickler(cloudpickle.Pickler):
             with contextlib.suppress(Exception):  # another library's finder may raise
                 if find_spec is not None and find_spec(top, None) is not None:
                     return True
-        return importlib.machinery.PathFinder.find_spec(top, None) is not None
+        # For '' in sys.path, a new process also looks in the folder in which this program has started.
+        started_in = [multiprocessing.process.ORIGINAL_DIR] if "" in sys.path else []  # type: ignore[attr-defined]
+        return importlib.machinery.PathFinder.find_spec(top, [*sys.path, *started_in]) is not None
 
     # -- memory ----------------------------------------------------------------------------------------------------
 

@@ -324,7 +324,8 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
     value : tensor, number, or nested dict, list, tuple, namedtuple of these
         As in :func:`all_gather`.
     reduce : 'mean', 'sum', 'min' or 'max'
-        The reduction. In a mean, each rank counts once. To weight by samples, reduce sums and counts separately.
+        The reduction. In a mean, each rank counts once. To weight by samples, reduce sums and counts separately. NaN on
+        any rank gives NaN.
 
     Returns
     -------
@@ -367,7 +368,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
         own = _routed(tensors[path], direct).to(_accumulation_dtype(dtype, reduce))
         total = own.clone(memory_format=torch.contiguous_format)
         if has_group():
-            dist.all_reduce(total, getattr(dist.ReduceOp, _OPS[reduce]), group=None if direct else cpu_group())
+            reduce_in_place(total, reduce, None if direct else cpu_group())
         reduced[path] = total / get_world_size() if reduce == "mean" else total
     paths_in_order = iter([path for path, _ in leaves])
 
@@ -380,6 +381,21 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
         return result.to(tensors[path].device, dtype, copy=True)
 
     return _map_leaves(value, like)
+
+
+def reduce_in_place(tensor: Tensor, reduce: Literal["sum", "mean", "min", "max"], group: Any) -> None:
+    """Replace a contiguous tensor by its reduction over the ranks of a group (``'mean'``: by its sum). Collective.
+
+    A NaN of any rank makes a minimum or maximum NaN, as in torch's functions. In backends, it depends on the rank.
+    """
+    op = getattr(dist.ReduceOp, _OPS[reduce])
+    if op == dist.ReduceOp.SUM or not tensor.is_floating_point():
+        dist.all_reduce(tensor, op, group=group)
+        return
+    missing, sign = tensor.isnan(), 1 if reduce == "max" else -1
+    both = torch.stack([(sign * tensor).masked_fill(missing, -torch.inf), missing.to(tensor.dtype)])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    tensor.copy_((sign * both[0]).masked_fill(both[1] > 0, torch.nan))
 
 
 def _accumulation_dtype(dtype: torch.dtype, reduce: str) -> torch.dtype:

@@ -520,6 +520,15 @@ def test_a_schedule_that_may_end_earlier_is_no_mistake(schedule: Any) -> None:
     make_loop().fit(num_epochs=2, callbacks=[schedule()])
 
 
+def test_a_one_cycle_that_is_one_step_too_short_is_told_before_its_error() -> None:
+    schedule = LRScheduler(lr_scheduler.OneCycleLR, "step", max_lr=0.1, total_steps=13)
+    with (
+        pytest.warns(UserWarning, match="ends after optimizer step 13, but .* after optimizer step 14"),
+        pytest.raises(ValueError, match="Tried to step 14 times"),
+    ):
+        make_loop().fit(num_epochs=2, callbacks=[schedule])
+
+
 def test_iterations_are_epochs_too() -> None:
     with pytest.warns(UserWarning, match=r"after epoch 14, but .* after epoch 2 \(optimizer step 14 of this fit\)"):
         make_loop().fit(num_iterations=14, callbacks=[LRScheduler(lr_scheduler.CosineAnnealingLR, T_max=14)])

@@ -269,8 +269,11 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         loop = self.train_loop_obj
         length, exact = self._length()
         planned = None if length is None or loop.train_loader is None else self._planned_steps()
-        # A difference of one step is accepted, because conventions of counting differ.
-        if length is None or planned is None or abs(length - planned) <= 1 or not loop.is_global_zero:
+        if length is None or planned is None or not loop.is_global_zero:
+            return
+        # A difference of one step is accepted, because conventions of counting differ. OneCycleLR raises an error in a
+        # step after its end.
+        if planned - (not isinstance(self.scheduler, lr_scheduler.OneCycleLR)) <= length <= planned + 1:
             return
         if length < planned and not exact:
             return

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from trainloop.distributed.tensors import reduce_in_place
 from trainloop.errors import ConfigurationError
 
 __all__ = [
@@ -223,9 +224,8 @@ def norms_over_ranks(tensors: Sequence[Any], order: float = 2.0) -> list[Tensor]
     for (mesh, shards, *_), places in alike.items():
         together = torch.stack([norms[i] for i in places])
         together = together if math.isinf(order) else together**order
-        rule = torch.distributed.ReduceOp.MAX if math.isinf(order) else torch.distributed.ReduceOp.SUM
         for dim in shards:
-            torch.distributed.all_reduce(together, rule, group=mesh.get_group(dim))
+            reduce_in_place(together, "max" if math.isinf(order) else "sum", mesh.get_group(dim))
         together = together if math.isinf(order) else together ** (1 / order)
         for i, norm in zip(places, together.unbind(), strict=True):
             norms[i] = norm
