@@ -551,6 +551,7 @@ def test_callbacks_of_one_name_are_matched_by_their_key_in_any_order(tmp_path: P
     assert all(same(mine.state_dict(), its.state_dict()) for mine, its in zip(second, first, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint does not contain _rows")
 def test_callbacks_of_one_name_are_matched_in_order_with_a_warning_if_one_is_missing(tmp_path: Path) -> None:
     def resumed(*names: str) -> list[int]:
         callbacks = [Counts(name, by) for name, by in zip(names, (1, 10), strict=False)]
@@ -779,6 +780,7 @@ def test_a_path_to_nothing_and_to_something_else_are_told(tmp_path: Path) -> Non
         make_loop().fit(num_epochs=1, resume_from=str(tmp_path / "weights.pt"))
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint does not contain _rows")
 def test_the_damaged_newest_is_passed_over_by_fit(tmp_path: Path) -> None:
     whole = make_loop()
     whole.fit(num_epochs=3, grad_accumulation=2)

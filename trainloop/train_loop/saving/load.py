@@ -121,7 +121,9 @@ def _warn_of_begun_epoch(loop: LoopState) -> None:
 def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
     """Load the state of a finished training run in the calling process; ``why`` is from :func:`resume_point`."""
     again = loop.global_step == state["place"]["global_step"] > 0
+    beside = dict(state.get("beside", {}))
     if wrong := about_criterion(loop, state):
+        beside.pop("tl.criterion", None)
         warn(f"tl.criterion is not the one with which the training ended: {wrong}")
     _load_finished(loop, state)
     # A callback may have replaced the model's weights by those with which training would continue.
@@ -137,7 +139,7 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
     set_generator_states([loop.train_loader], [mine["feed"]["generators"]])
     if loop.seed is None and not has_ranks(loop.gpu_mode):  # other runs leave the caller's generators as they are
         rng.restore(mine["rng"])
-    warn_of_lost(loop, state.get("beside", {}), state["place"]["epoch"], trains=False)
+    warn_of_lost(loop, beside, state["place"]["epoch"], trains=False)
     cut = state.get("cut")
     loop.note(cut=cut and {key: cut[key] for key in ("place", "ranks", "loop_seed")})
     loop.ends = end_that_holds(loop, state)
