@@ -145,6 +145,7 @@ def test_parts_written_beside_the_training_are_of_their_step_and_others_readers_
         # What is left in each folder, and what torch's own reader makes of it.
         last = checkpoints(tmp_path / "b")[-1].path
         assert sorted(os.listdir(last)) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.pt"]
+        assert distance(load(Path(last) / "state.pt")["model"], load(last)["model"]) == 0
         dcp_to_torch_save(last, tmp_path / "torch.pt")
         theirs = torch.load(tmp_path / "torch.pt", weights_only=True)
         assert torch.equal(theirs["model.words.weight"], beside.model.words.weight)

@@ -263,8 +263,8 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
     Parameters
     ----------
     path : str or path
-        File or fsspec URL, or the folder of a sharded checkpoint. If it is any other folder, the newest complete
-        checkpoint in it is read.
+        File or fsspec URL, or the folder of a sharded checkpoint or the ``state.pt`` in it. If it is any other folder,
+        the newest complete checkpoint in it is read.
     whole : bool
         If True, read the tensors of a sharded checkpoint. If False, each tensor is a
         :class:`~trainloop.checkpoint.sharded.StoredTensor`, which can be read later, entirely or in part.
@@ -280,20 +280,32 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
     text = os.fspath(path)
     if "://" not in text and os.path.isdir(os.path.expanduser(text)):
         text = os.path.abspath(os.path.expanduser(text))
-        if os.path.exists(os.path.join(text, sharded.STATE)):
-            state = load(os.path.join(text, sharded.STATE))
+        inner = os.path.join(text, sharded.STATE)
+        if os.path.exists(inner):
+            state = _read(inner)
             if not isinstance(state.get("shards"), dict):
-                raise CheckpointError(
-                    f"{text}/{sharded.STATE} is not the state of a sharded checkpoint. Pass its path."
-                )
-            sharded.verify_files(text, state)
-            state = sharded.stored_tensors(state, text)
-            return sharded.whole_of(state) if whole else state
+                raise CheckpointError(f"{inner} is not the state of a sharded checkpoint. Pass its path.")
+            return _joined(text, state, whole=whole)
         newest = load_newest(text, whole=whole)
         if newest is None:
             raise CheckpointError(f"{text} is a folder without a checkpoint. Pass a checkpoint's path.")
         return newest[1]
-    where, name = split_file(text)
+    state = _read(text)
+    if os.path.basename(text) == sharded.STATE and isinstance(state.get("shards"), dict):
+        return _joined(os.path.dirname(os.path.abspath(os.path.expanduser(text))), state, whole=whole)
+    return state
+
+
+def _joined(folder: str, state: dict[str, Any], *, whole: bool) -> dict[str, Any]:
+    """Return the state of a sharded checkpoint, with the tensors from its other files."""
+    sharded.verify_files(folder, state)
+    state = sharded.stored_tensors(state, folder)
+    return sharded.whole_of(state) if whole else state
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Return the content of a checkpoint's file, after verifying its checksum."""
+    where, name = split_file(path)
     shown = where.path(name)
     try:
         with where.open(name) as file:

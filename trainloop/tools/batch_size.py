@@ -1,4 +1,4 @@
-"""Find the largest batch that fits into memory in a training step."""
+"""Find the largest batch that fits into memory in a training step, with the loop's own tensors moved off the GPU."""
 
 from __future__ import annotations
 

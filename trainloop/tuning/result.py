@@ -1,4 +1,4 @@
-"""The result of a search: all trials, and the best trial with its models and out-of-fold predictions."""
+"""The result of a search: all trials, and the best trial, whose models (one, or those of folds) predict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Store a search on disk, so that finished folds are kept even if the process that runs the search is killed.
+"""Store a search in files with versions and checksums, so that finished folds outlive the process that runs it.
 
 ::
 

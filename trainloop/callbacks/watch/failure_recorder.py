@@ -1,4 +1,4 @@
-"""Record a step that fails, so that ``tl.replay(path)`` can repeat it in one process.
+"""Record a step that fails or has values that are not finite, so that ``tl.replay(path)`` can repeat it.
 
 Until a step fails, the recorder keeps only references and random states. The training calls it twice per batch
 (:class:`~trainloop.train_loop.training.training.Watch`). The record is a checkpoint file, which can be read without

@@ -1,4 +1,4 @@
-"""A feed's position in an epoch: store it, resume there or read the epoch again, with random states of its order."""
+"""A feed's position in an epoch, for loaders and streams: store it, move there at a resume, or read the epoch again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Undo ``fully_shard``, which torch itself has no function for, and complete its gradients and operations.
+"""Undo ``fully_shard``, note which parameters a backward reaches, and complete torch's gradients and operations.
 
 ``fully_shard`` changes a module in place: it replaces its class and adds hooks and marks. ``fit`` must return the same
 model object without these changes. This module has all private torch names that this needs (checked in torch 2.6 to
