@@ -475,6 +475,34 @@ def test_what_the_first_step_creates_once_is_not_named(tmp_path: Path) -> None:
     make_loop(Lazy(), validation=False).fit(num_epochs=2, callbacks=[saved(tmp_path)], resume_from=path_of(tmp_path, 9))
 
 
+class Arguments(Net):
+    """Saves a part of its attributes, as the guide does for the arguments of a constructor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen = 0, 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+    def get_loss(self, *args: Any) -> Tensor:
+        self.calls, self.seen = self.calls + 1, self.seen + 1
+        return super().get_loss(*args)
+
+
+def test_of_a_module_that_saves_a_part_of_its_state_the_rest_is_named(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_loop(Arguments(), validation=False).fit(num_epochs=2, callbacks=[saved(tmp_path)])
+    with pytest.warns(UserWarning, match="the checkpoint does not contain calls, which"):
+        make_loop(Arguments(), validation=False).fit(
+            num_epochs=2, callbacks=[saved(tmp_path)], resume_from=path_of(tmp_path, 9)
+        )
+
+
 @pytest.mark.parametrize("callback", [ChangesWithState, ChangesOnResume])
 def test_what_a_callback_restores_is_not_named(tmp_path: Path, callback: Any) -> None:
     fit = with_state_in("changes.best", callback)

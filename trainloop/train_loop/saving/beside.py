@@ -50,9 +50,9 @@ class Beside:
     """Checksums of attributes that checkpoints do not contain, as they are now, by path.
 
     These are plain values, tensors, arrays, random generators, containers of these, and the same in plain objects. An
-    iterator always counts as changed. Left out is what checkpoints contain: attributes of a module with
-    ``get_extra_state``, of a callback, optimizer, sampler or stream with a ``state_dict``, and of libraries; and a
-    dataset's containers, which mostly are caches.
+    iterator always counts as changed. Left out are what checkpoints mostly contain, attributes of a callback,
+    optimizer, sampler or stream with a ``state_dict`` and of libraries, and a dataset's containers, which mostly are
+    caches.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class Beside:
             self._add_others(loop)
             for path, own in script_values(loop).items():
                 self._add(path, own.value)
-                self._add_attributes(path, own.value, of_callback=True, depth=1)
+                self._add_attributes(path, own.value, only_lost=True, depth=1)
 
     def changed_since(self, before: Beside) -> dict[str, int]:
         """Return the values that were different in ``before``."""
@@ -121,8 +121,8 @@ class Beside:
                 if name not in saved:
                     self._add(name, buffer, _kind_of(buffer))
             for path, part in whole.named_modules(prefix=prefix):
-                if type(part).get_extra_state is nn.Module.get_extra_state:
-                    self._add_attributes(path, part, without=_OF_MODULES | {*names_of(part)})
+                saves = type(part).get_extra_state is not nn.Module.get_extra_state  # all or a part of its attributes
+                self._add_attributes(path, part, without=_OF_MODULES | {*names_of(part)}, only_lost=saves)
                 for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
                     self._add_attributes(f"{path}.{type(hook).__name__}".lstrip("."), hook)
 
@@ -143,20 +143,21 @@ class Beside:
                 self._add(name, p.detach(), tuple(p.shape))
         for callback in loop.callbacks:
             if type(callback).state_dict is AbstractCallback.state_dict and not callback.uses_hook("rank_state_dict"):
-                self._add_attributes(callback.callback_name, callback, without=_OF_CALLBACKS, of_callback=True)
+                self._add_attributes(callback.callback_name, callback, without=_OF_CALLBACKS, only_lost=True)
 
     def _add_attributes(
-        self, path: str, part: Any, *, without: Collection[str] = (), of_callback: bool = False, depth: int = 0
+        self, path: str, part: Any, *, without: Collection[str] = (), only_lost: bool = False, depth: int = 0
     ) -> None:
         """Add the attributes of an object of the user's, and of objects in them of the same package, or schedulers.
 
+        With ``only_lost``, only a resumed run names them, as their owner may save them or be a record.
         Objects of the user's may raise any error, or change in another thread: no advice may end a training, and none
         of them hides the others.
         """
         with suppress(Exception):
-            self._add_all(path, part, without, of_callback, depth)
+            self._add_all(path, part, without, only_lost, depth)
 
-    def _add_all(self, path: str, part: Any, without: Collection[str], of_callback: bool, depth: int) -> None:
+    def _add_all(self, path: str, part: Any, without: Collection[str], only_lost: bool, depth: int) -> None:
         package = type(part).__module__.partition(".")[0]
         of_torch = package == "torch" and isinstance(part, nn.Module)  # its public settings: a rate of dropout
         if package in _LIBRARIES and not depth and not of_torch:
@@ -168,22 +169,25 @@ class Beside:
                 continue
             where = f"{path}.{name}" if path else name
             with suppress(Exception):
-                if of_callback or depth or as_generator(value) is None:  # otherwise, checkpoints contain its state
-                    self._add(where, value, None if of_callback else _kind_of(value))
-                self._add_within(where, value, package, of_callback, depth)
+                is_saved = (
+                    not depth and (not only_lost or isinstance(part, nn.Module)) and as_generator(value) is not None
+                )
+                if not is_saved:
+                    self._add(where, value, None if only_lost else _kind_of(value))
+                self._add_within(where, value, package, only_lost, depth)
 
-    def _add_within(self, where: str, value: Any, package: str, of_callback: bool, depth: int) -> None:
-        if isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_HIDDEN:
+    def _add_within(self, where: str, value: Any, package: str, only_lost: bool, depth: int) -> None:
+        if isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_HIDDEN and depth < _DEEPEST:
             for key, one in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
-                self._add_within(f"{where}[{key!r}]", one, package, of_callback, depth + 1)
+                self._add_within(f"{where}[{key!r}]", one, package, only_lost, depth + 1)
         elif id(value) not in self._seen and hasattr(value, "__dict__"):
             self._seen.add(id(value))
             if isinstance(value, nn.Module):  # of a callback, or hidden in a list or an object
                 for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
                     if id(tensor) not in self._seen:
-                        self._add(f"{where}.{inner}", tensor.detach(), None if of_callback else tuple(tensor.shape))
+                        self._add(f"{where}.{inner}", tensor.detach(), None if only_lost else tuple(tensor.shape))
             elif depth < 2 and not callable(value) and type(value).__module__.startswith((package, _SCHEDULERS)):
-                self._add_attributes(where, value, of_callback=of_callback, depth=depth + 1)
+                self._add_attributes(where, value, only_lost=only_lost, depth=depth + 1)
 
     def _add_data(self, loader: Any) -> None:
         """Add attributes of a loader, its dataset, samplers and functions, which this process reads without workers."""
