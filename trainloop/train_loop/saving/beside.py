@@ -35,6 +35,7 @@ __all__ = ["Beside", "saved_names", "warn_of_lost", "warn_of_unlike_tensors"]
 _DEEPEST, _MOST_PARTS, _MOST_HIDDEN, _MOST_ITEMS = 3, 64, 16, 1000
 _MOST_BYTES, _SMALL_BYTES = 2**20, 4096  # larger arrays are not compared; of a dataset, larger images are not
 _LIBRARIES = ("torch", "torchmetrics", "builtins", "trainloop")  # metrics train nothing; the others save what they need
+_SETTINGS = ("gradient_clip_norm", "grad_accumulation", "end_auto_eval", "num_epochs", "num_iterations")
 _SCHEDULERS = "torch.optim.lr_scheduler"
 _OF_CALLBACKS = frozenset({"callback_name", "execution_order", "device_idx_execution", "train_loop_obj"})
 _OF_OPTIMIZERS = frozenset({"defaults", "state", "param_groups", "step", "_opt_called", "_zero_grad_profile_name"})
@@ -127,7 +128,7 @@ class Beside:
                     self._add_attributes(f"{path}.{type(hook).__name__}".lstrip("."), hook)
 
     def _add_others(self, loop: LoopState) -> None:
-        settings = {name: getattr(loop, name) for name in ("gradient_clip_norm", "grad_accumulation", "end_auto_eval")}
+        settings = {name: getattr(loop, name) for name in _SETTINGS}
         criterion = f"{getattr(loop.criterion, '__qualname__', type(loop.criterion))}"
         for name, value in {**settings, "criterion": criterion, **added_attributes(loop)}.items():
             self._add(f"tl.{name}", value)
