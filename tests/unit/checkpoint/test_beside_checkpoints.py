@@ -18,7 +18,7 @@ import pytest
 import torch
 from kit.small_loop import Net, make_loop
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
 
 from trainloop import AbstractCallback, checkpoint
 from trainloop.callbacks import ModelCheckpoint
@@ -238,6 +238,33 @@ def test_state_of_a_dataset_that_reading_changes_is_named_once(tmp_path: Path, k
     text = f"the training changes train_loader.dataset.dataset.{kind}. Checkpoints"
     assert sum(one.startswith(text) for one in found) == (kind != "none")
     assert len(found) == (kind != "none")
+
+
+class Counted(Sampler[int]):
+    """Orders by the number of its passes, which no ``set_epoch`` sets."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.passes = length, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        yield from ((i + self.passes) % self.length for i in range(self.length))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_count_of_a_sampler_is_named_if_a_resumed_run_lacks_it(tmp_path: Path, workers: int) -> None:
+    def loop() -> Any:
+        made = make_loop(validation=False)
+        rows = made.train_loader.dataset
+        made.train_loader = DataLoader(rows, 8, sampler=Counted(len(rows)), num_workers=workers)
+        return made
+
+    loop().fit(num_epochs=2, callbacks=[saved(tmp_path)])
+    with pytest.warns(UserWarning, match=r"does not contain train_loader\.batch_sampler\.sampler\.passes, which"):
+        loop().fit(num_epochs=2, callbacks=[saved(tmp_path)], resume_from=path_of(tmp_path, 9))
 
 
 class Labelled(Dataset[Any]):

@@ -191,13 +191,16 @@ class Beside:
                 self._add_attributes(where, value, only_lost=only_lost, depth=depth + 1)
 
     def _add_data(self, loader: Any) -> None:
-        """Add attributes of a loader, its dataset, samplers and functions, which this process reads without workers."""
+        """Add attributes of a loader, its dataset, samplers and functions; with workers, only of what is read here."""
         loader = loader.loader if isinstance(loader, SplitBatches) else loader
         dataset = getattr(loader, "dataset", None)
-        if getattr(loader, "num_workers", 0) or has_state(loader) or (is_stream(loader) and has_state(dataset)):
+        if has_state(loader) or (is_stream(loader) and has_state(dataset)):
             return
         seen = {id(getattr(own, "own", own)) for own in generators_of(loader).values()}  # their states are saved
         parts = [("train_loader", loader, 0), ("train_loader.dataset", dataset, 0)]  # the last one first
+        if getattr(loader, "num_workers", 0):
+            seen.add(id(dataset))
+            parts = [(f"train_loader.{name}", getattr(loader, name, None), 1) for name in ("sampler", "batch_sampler")]
         while parts and len(seen) < _MOST_PARTS:
             path, part, depth = parts.pop()
             with suppress(Exception):
