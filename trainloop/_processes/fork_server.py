@@ -305,14 +305,14 @@ def _finding_modules_here() -> Iterator[None]:
 
     ``multiprocessing`` replaces ``''`` by the folder in which the program has started, such as before a notebook's %cd.
     """
-    folder = absolute_path()[sys.path.index("")] if "" in sys.path else None
-    if folder is not None:
-        sys.path.insert(sys.path.index(""), folder)
+    at = sys.path.index("") if "" in sys.path else None
+    if at is not None:
+        sys.path.insert(at, absolute_path()[at])
     try:
         yield
     finally:
-        if folder is not None:
-            sys.path.remove(folder)
+        if at is not None:
+            del sys.path[at]
 
 
 def absolute_path() -> list[str]:

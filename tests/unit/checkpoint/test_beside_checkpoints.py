@@ -489,17 +489,69 @@ def test_what_a_resumed_run_does_not_have_is_named(tmp_path: Path, kind: str) ->
     assert kind in lost[0].partition(", which the training had changed")[0].partition(" contain ")[2].split(", ")
 
 
+class Recurrent(nn.LSTM):
+    """Has a private list of its parameters."""
+
+
+class FusedAdam(optim.Adam):
+    """Looks at the devices in its first step."""
+
+
 class Lazy(Net):
-    def get_loss(self, *args: Any) -> Tensor:
-        if not hasattr(self, "mask"):
-            self.mask, self._scale = torch.ones(3), 2.0
-        return super().get_loss(*args)
+    _scale: float | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+        self._of_length: dict[int, Tensor] = {}
+        self.recurrent = Recurrent(8, 8)
+        self._all = list(self.parameters())
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        if self.mask is None:
+            self.mask, self._scale, self._of_length[3] = torch.ones(3), 2.0, torch.ones(3)
+        return criterion(self(self.recurrent(x)[0]), y)
+
+
+class Remembers(TensorDataset):
+    """Keeps the place of the last sample, as with a file for many samples."""
+
+    _last: int | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        self._last = index
+        return super().__getitem__(index)
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_the_first_step_creates_once_is_not_named(tmp_path: Path) -> None:
-    make_loop(Lazy(), validation=False).fit(num_epochs=2, callbacks=[saved(tmp_path)])
-    make_loop(Lazy(), validation=False).fit(num_epochs=2, callbacks=[saved(tmp_path)], resume_from=path_of(tmp_path, 9))
+@pytest.mark.parametrize("step", [9, 14])
+def test_what_the_first_step_creates_once_and_what_libraries_keep_is_not_named(tmp_path: Path, step: int) -> None:
+    def fit(**arguments: Any) -> None:
+        model = Lazy()
+        loop = make_loop(model, validation=False, optimizer=FusedAdam(model.parameters(), fused=True))
+        loop.train_loader = DataLoader(Remembers(*loop.train_loader.dataset.tensors), 16)
+        loop.fit(num_epochs=2, callbacks=[saved(tmp_path)], **arguments)
+
+    fit()
+    fit(resume_from=path_of(tmp_path, step))
+
+
+@pytest.mark.filterwarnings("error")
+def test_metrics_of_the_user_are_not_named(tmp_path: Path) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class OwnAccuracy(torchmetrics.classification.MulticlassAccuracy):  # type: ignore[misc, name-defined]
+        """Counts its updates in a private attribute."""
+
+    def fit(**arguments: Any) -> None:
+        model = Net()
+        model.own = OwnAccuracy(3)
+        model.fc.register_forward_hook(lambda _, args, output: model.own.update(output.detach(), output.argmax(1)))
+        make_loop(model, validation=False).fit(num_epochs=2, callbacks=[saved(tmp_path)], **arguments)
+
+    fit()
+    fit(resume_from=path_of(tmp_path, 9))
 
 
 class Arguments(Net):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import zlib
 from collections import deque
@@ -9,7 +10,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from io import IOBase
 from itertools import islice
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,7 @@ _LIBRARIES = ("torch", "torchmetrics", "builtins", "trainloop")  # metrics train
 _SETTINGS = ("gradient_clip_norm", "grad_accumulation", "end_auto_eval", "num_epochs", "num_iterations")
 _SCHEDULERS = "torch.optim.lr_scheduler"
 _OF_CALLBACKS = frozenset({"callback_name", "execution_order", "device_idx_execution", "train_loop_obj"})
-_OF_OPTIMIZERS = frozenset({"defaults", "state", "param_groups", "step", "_opt_called", "_zero_grad_profile_name"})
-_OF_MODULES = frozenset({*vars(nn.Module()), "_log_sink", "_log_batch_size"})
+_OF_OPTIMIZERS = frozenset({"defaults", "state", "param_groups", "step", "_opt_called"})
 _HOW = (
     "If the training depends on this, save it: in a module, as a buffer or by get_extra_state; in a callback, by "
     "state_dict and load_state_dict (for a dataset, by rank_state_dict). A count of steps can follow from "
@@ -82,8 +82,13 @@ class Beside:
         return {path: shown for path, shown in self.values.items() if before.values.get(path, shown) != shown}
 
     def complete(self, later: Beside) -> None:
-        """Add the values that have come into being ``later``, in hooks or in the first step."""
-        self.values = {**later.values, **self.values}
+        """Add the values that have come into being ``later``, in hooks or in the first step.
+
+        Before, there may have been ``None`` or an empty container. What reading adds to data is mostly a cache.
+        """
+        nothing = (None, *map(_checksum, (None, [], set())))
+        late = {path: shown for path, shown in later.values.items() if path not in later._data}
+        self.values |= {path: shown for path, shown in late.items() if self.values.get(path) in nothing}
 
     def about(self, before: Beside) -> str:
         """Return a warning about what has changed since ``before``, if the training mostly depends on it; else ''."""
@@ -123,7 +128,7 @@ class Beside:
                     self._add(name, buffer, _kind_of(buffer))
             for path, part in whole.named_modules(prefix=prefix):
                 saves = type(part).get_extra_state is not nn.Module.get_extra_state  # all or a part of its attributes
-                self._add_attributes(path, part, without=_OF_MODULES | {*names_of(part)}, only_lost=saves)
+                self._add_attributes(path, part, without={"training", *names_of(part)}, only_lost=saves)
                 for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
                     self._add_attributes(f"{path}.{type(hook).__name__}".lstrip("."), hook)
 
@@ -159,14 +164,17 @@ class Beside:
             self._add_all(path, part, without, only_lost, depth)
 
     def _add_all(self, path: str, part: Any, without: Collection[str], only_lost: bool, depth: int) -> None:
-        package = type(part).__module__.partition(".")[0]
+        package = _package(type(part))
         of_torch = package == "torch" and isinstance(part, nn.Module)  # its public settings: a rate of dropout
-        if package in _LIBRARIES and not depth and not of_torch:
+        packages = {cls: _package(cls) for cls in type(part).__mro__}
+        if (package in _LIBRARIES and not depth and not of_torch) or "torchmetrics" in packages.values():
             return
+        inherited = {name for cls, its in packages.items() if its in _LIBRARIES for name in _names_used(cls)}
         kinds = reversed(type(part).__mro__) if package not in _LIBRARIES else ()
         counts = {name: value for cls in kinds for name, value in vars(cls).items() if type(value) in (int, float)}
         for name, value in [*{**counts, **getattr(part, "__dict__", {})}.items()]:
-            if name in without or name.startswith("__") or (name[0] == "_" and package in _LIBRARIES):
+            of_library = package in _LIBRARIES or name in inherited
+            if name in without or name.startswith("__") or (name[0] == "_" and of_library) or self._has_seen(value):
                 continue
             where = f"{path}.{name}" if path else name
             with suppress(Exception):
@@ -176,6 +184,10 @@ class Beside:
                 if not is_saved:
                     self._add(where, value, None if only_lost else _kind_of(value))
                 self._add_within(where, value, package, only_lost, depth)
+
+    def _has_seen(self, value: Any) -> bool:
+        """Return True for parameters and buffers, and a container of some: checkpoints contain them."""
+        return any(isinstance(one, Tensor) and id(one) in self._seen for one in _parts_of(value))
 
     def _add_within(self, where: str, value: Any, package: str, only_lost: bool, depth: int) -> None:
         if isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_HIDDEN and depth < _DEEPEST:
@@ -321,8 +333,24 @@ def _kind_of(value: Any) -> Any:
 
 def _is_sample(value: Any) -> bool:
     """Return True for a tensor or an array, and for a tuple, list or dict that contains one."""
+    return any(isinstance(part, (Tensor, np.ndarray)) for part in _parts_of(value))
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """Return the first items of a tuple, list or dict; or else the value itself."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-    return any(isinstance(part, (Tensor, np.ndarray)) for part in islice(parts, 10))
+    return [*islice(parts, 10)]
+
+
+def _package(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
+
+
+@functools.cache
+def _names_used(cls: type) -> frozenset[str]:
+    """Return the names that the methods of a library's class use, such as ``_flat_weights`` of an LSTM."""
+    methods = [method for method in vars(cls).values() if isinstance(method, FunctionType)]
+    return frozenset(name for method in methods for name in method.__code__.co_names)
 
 
 def _continues(now: Any, before: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import types
 from collections import deque
@@ -102,10 +101,11 @@ def script_values(loop: LoopState) -> dict[str, ScriptValue]:
 def _own_values(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield a function's attributes, and the containers that are defaults of its arguments."""
     yield from list(vars(function).items())
-    signature = inspect.signature(function, follow_wrapped=False)
-    for name, argument in signature.parameters.items():
-        if isinstance(argument.default, (list, dict, set, deque)):
-            yield name, argument.default
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    defaults = dict(zip(reversed(names), reversed(function.__defaults__ or ()), strict=False))
+    for name, default in {**defaults, **(function.__kwdefaults__ or {})}.items():
+        if isinstance(default, (list, dict, set, deque)):
+            yield name, default
 
 
 def given_functions(loop: LoopState) -> dict[str, Any]:

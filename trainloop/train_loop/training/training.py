@@ -325,10 +325,10 @@ class Training(Run):
         self.advice.monitors()
         if self._beside is not None and not self.clock.epochs and self.loop.is_global_zero:
             now = Beside(self.loop, self._saved)
-            for before in (self._begun, self._beside):
-                if before is not None:
-                    before.complete(now)
-                    now = before
+            if self._begun is not None:
+                self._beside.complete(self._begun)
+                self._begun.values = {**now.values, **self._begun.values}  # a hook may empty them in each epoch
+            self._beside.complete(now)
 
     def _find_renewed(self) -> None:
         """Find what the hooks at the beginning of an epoch have set back: a resumed epoch begins with it, too.
