@@ -1,7 +1,7 @@
 # make demo      install, train a digits CNN with two DDP ranks, show what came out
 # make test      install, run the tests, but for those of more than two seconds each
-# make test-long  those; in eight parts, as CI does, another one after each commit: make test-long ARGS="--part 1/8"
-# make test-slow-part  one of 80 parts of the slow tests, another one after each commit: make test-slow-part PART=3
+# make test-long  those; in twelve parts, as CI does, another one after each commit: make test-long ARGS="--part 1/12"
+# make test-slow-part  one of 120 parts of the slow tests, another one after each commit: make test-slow-part PART=3
 # make test-unit those that start no Python of their own
 # make test-docs all examples, and every block of code in the documentation
 # make test-bench-part  one of the eleven parts of the benchmarks with a few steps, another one after each commit
@@ -9,7 +9,7 @@
 # make test-all  the slow ones and those that need root, too; ranks from a fork server, then each a fresh interpreter
 # make test-simulated-gpu  tests/gpu on two simulated GPUs, in an environment of their own (4.8 GB at first)
 # make test-ecosystem  other projects' models, optimizers and loaders in every mode (large downloads at first)
-# make test-ecosystem-part  a quarter of their libraries but Ray once, in ddp and resumed; another one after the next commit
+# make test-ecosystem-part  a twelfth of their libraries but Ray once, in ddp and resumed; another one after the next commit
 # make test-platforms  each mode once and a part of tests/unit on a pretended macOS and Windows
 # make test-versions  a part of the tests with each Python here, with its oldest and newest torch (hours): ARGS=--dry-run lists them
 # make check     what CI runs: tests, lint, types, documentation
@@ -89,7 +89,7 @@ test-long: $(VENV)/test.stamp
 # In CI, so that no slow test stays broken for long.
 PART ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 test-slow-part: $(VENV)/test.stamp
-	$(PYTEST) -m "slow and not hosts and not ecosystem" --part $(PART)/80 -o faulthandler_timeout=300 \
+	$(PYTEST) -m "slow and not hosts and not ecosystem" --part $(PART)/120 -o faulthandler_timeout=300 \
 		tests/unit tests/ranks tests/faults $(ARGS)
 
 test-unit: $(VENV)/test.stamp
@@ -120,7 +120,7 @@ test-ecosystem: $(VENV)/test-ecosystem.stamp
 ECOSYSTEM_PART := test_submitit or (test_ddp and (iterable or torch_geometric or StatefulDataLoader or webdataset \
 	or lora or MONAI or schedule-free or AdamW8bit or torchmetrics))
 test-ecosystem-part: $(VENV)/test-ecosystem-part.stamp
-	$(PYTEST) tests/ecosystem -m ecosystem -k "$(ECOSYSTEM_PART)" --part $(PART)/8 -o faulthandler_timeout=600 $(ARGS)
+	$(PYTEST) tests/ecosystem -m ecosystem -k "$(ECOSYSTEM_PART)" --part $(PART)/12 -o faulthandler_timeout=600 $(ARGS)
 
 test-platforms: $(VENV)/test.stamp
 	bash tests/pretended/run.sh $(BIN)/python $(PLATFORMS)
