@@ -268,6 +268,7 @@ def test_load_best_loads_it_too(tmp_path: Path) -> None:
     assert loop.evaluate_loss_on_validation_set() == best.best_value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_a_criterion_may_hold_the_model(mode: str, tmp_path: Path) -> None:
     weights = []

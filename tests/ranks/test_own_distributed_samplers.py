@@ -44,6 +44,7 @@ def warnings_of(sampler: Any, capfd: pytest.CaptureFixture[str]) -> int:
     return capfd.readouterr().err.count(f"{type(sampler).__name__} yields the same first batch on all ranks")
 
 
+@pytest.mark.long
 def test_a_shard_that_the_constructor_has_taken_is_warned_of_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert (warnings_of(InIter(), capfd), warnings_of(Shards(), capfd)) == (0, 1)
 

@@ -58,7 +58,7 @@ class Constant(AbstractCallback):
         ("single", 2, EarlyStopping("score", patience=2), [2, 3, 5]),
         ("single", 7, EarlyStopping("score", patience=2), [2, 4]),
         ("single", 2, ThresholdEarlyStopping("score", 2.0, patience=1), [1, 3, 5]),
-        ("ddp", 2, EarlyStopping("score", patience=2), [2, 4]),
+        pytest.param("ddp", 2, EarlyStopping("score", patience=2), [2, 4], marks=pytest.mark.long),
     ],
     ids=str,
 )

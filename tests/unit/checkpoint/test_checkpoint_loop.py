@@ -263,6 +263,7 @@ def test_every_kind_of_loader_goes_on_where_it_was(tmp_path: Path, kind: str, st
     assert same(state_of(second), state_of(whole))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_a_samplers_generator_continues_after_ranks(generator: str) -> None:
     def orders(**mode: Any) -> list[list[int]]:
