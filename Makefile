@@ -71,7 +71,7 @@ ci-environment: $(VENV)/ci.stamp
 $(VENV)/ci.stamp: PACKAGE := ".[$(subst $(space),$(comma),$(EXTRAS_OF_CI))]"
 $(VENV)/ci.stamp: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "installing tt-trainloop$(PACKAGE:".%"=%) into $(VENV) ..."
-	@$(PIP) uv && UV_FIND_LINKS=$$($(BIN)/python -m pip config get global.find-links 2>/dev/null) \
+	@$(PIP) uv && UV_SYSTEM_CERTS=1 UV_FIND_LINKS=$$($(BIN)/python -m pip config get global.find-links 2>/dev/null) \
 		$(BIN)/uv pip install -q --python $(BIN)/python $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e $(PACKAGE) \
 		|| $(PIP) --no-compile -e $(PACKAGE)
 	@touch $(EXTRAS_OF_CI:%=$(VENV)/%.stamp) $@
