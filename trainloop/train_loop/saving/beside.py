@@ -134,7 +134,8 @@ class Beside:
 
     def _add_others(self, loop: LoopState) -> None:
         settings = {name: getattr(loop, name) for name in _SETTINGS}
-        criterion = f"{getattr(loop.criterion, '__qualname__', type(loop.criterion))}"
+        # Without its module, since __main__ has another name in ranks.
+        criterion = getattr(loop.criterion, "__name__", type(loop.criterion).__name__)
         for name, value in {**settings, "criterion": criterion, **added_attributes(loop)}.items():
             self._add(f"tl.{name}", value)
         if not isinstance(loop.criterion, nn.Module):
@@ -164,9 +165,9 @@ class Beside:
             self._add_all(path, part, without, only_lost, depth)
 
     def _add_all(self, path: str, part: Any, without: Collection[str], only_lost: bool, depth: int) -> None:
-        package = _package(type(part))
-        of_torch = package == "torch" and isinstance(part, nn.Module)  # its public settings: a rate of dropout
         packages = {cls: _package(cls) for cls in type(part).__mro__}
+        package = packages[type(part)]
+        of_torch = package == "torch" and isinstance(part, nn.Module)  # its public settings: a rate of dropout
         if (package in _LIBRARIES and not depth and not of_torch) or "torchmetrics" in packages.values():
             return
         inherited = {name for cls, its in packages.items() if its in _LIBRARIES for name in _names_used(cls)}
@@ -289,8 +290,8 @@ def _of_data(part: Any, name: str, value: Any) -> tuple[Any, str | None] | None:
         return value, "data"
     if _is_iterator(value):
         return value, None
-    of_loader = isinstance(part, DataLoader) or type(part).__module__.startswith("torch.")
-    if (name[0] == "_" and of_loader) or is_cache or _are_arrays(value) or not _is_small(value):
+    of_library = isinstance(part, DataLoader) or _package(type(part)) in _LIBRARIES
+    if (name[0] == "_" and of_library) or is_cache or _are_arrays(value) or not _is_small(value):
         return None
     return value, "data" if isinstance(value, (float, Tensor, np.ndarray)) else None  # ints mostly count what is read
 
