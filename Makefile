@@ -9,7 +9,7 @@
 # make test-all  the slow ones and those that need root, too; ranks from a fork server, then each a fresh interpreter
 # make test-simulated-gpu  tests/gpu on two simulated GPUs, in an environment of their own (4.8 GB at first)
 # make test-ecosystem  other projects' models, optimizers and loaders in every mode (large downloads at first)
-# make test-ecosystem-part  a twelfth of their libraries but Ray once, in ddp and resumed; another one after the next commit
+# make test-ecosystem-part  a tenth of their libraries but Ray once, in ddp and resumed; another one after the next commit
 # make test-platforms  each mode once and a part of tests/unit on a pretended macOS and Windows
 # make test-versions  a part of the tests with each Python here, with its oldest and newest torch (hours): ARGS=--dry-run lists them
 # make check     what CI runs: tests, lint, types, documentation
@@ -120,7 +120,7 @@ test-ecosystem: $(VENV)/test-ecosystem.stamp
 ECOSYSTEM_PART := test_submitit or (test_ddp and (iterable or torch_geometric or StatefulDataLoader or webdataset \
 	or lora or MONAI or schedule-free or AdamW8bit or torchmetrics))
 test-ecosystem-part: $(VENV)/test-ecosystem-part.stamp
-	$(PYTEST) tests/ecosystem -m ecosystem -k "$(ECOSYSTEM_PART)" --part $(PART)/12 -o faulthandler_timeout=600 $(ARGS)
+	$(PYTEST) tests/ecosystem -m ecosystem -k "$(ECOSYSTEM_PART)" --part $(PART)/10 -o faulthandler_timeout=600 $(ARGS)
 
 test-platforms: $(VENV)/test.stamp
 	bash tests/pretended/run.sh $(BIN)/python $(PLATFORMS)
