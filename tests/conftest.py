@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+import collections
 import contextlib
 import gc
 import logging
 import multiprocessing
 import multiprocessing.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -38,6 +42,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Searches wait for the CPUs that other runs on the machine have leased: here only those of the same process, or each
+# waits for the tests beside it.
+os.environ["TRAINLOOP_LEASE_DIR"] = tempfile.mkdtemp(prefix="leases-")
+atexit.register(shutil.rmtree, os.environ["TRAINLOOP_LEASE_DIR"], ignore_errors=True)
 # Other programs, with names alike, use the machine too: semaphores made here, and by children, say whose they are.
 _SEMAPHORES = f"mp-tests-{os.getpid()}"
 multiprocessing.current_process()._config["semprefix"] = f"/{_SEMAPHORES}"  # type: ignore[attr-defined]
@@ -71,6 +79,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run only the K-th (modulo N) of N parts of the tests")
     parser.addoption("--slow-part", metavar="K/N", help="of the slow tests run only the K-th (modulo N) of N parts")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Of a test with ``@pytest.mark.long(but=1)``, let the first case be none of the long ones."""
+    mark = item.get_closest_marker("long")
+    if mark is not None and mark.kwargs:
+        test = item.nodeid.partition("[")[0]
+        _QUICK_CASES[test] += 1
+        if _QUICK_CASES[test] <= mark.kwargs["but"]:
+            item.own_markers.remove(mark)
+
+
+_QUICK_CASES: collections.Counter[str] = collections.Counter()
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m, so that the parts are of equal size

@@ -220,13 +220,16 @@ class History(Mapping[str, list[float]]):
                 entries = [entry for entry in same if entry is not None]
                 self.record(name, _mean([value for _, value in entries]), entries[0][0])
 
-    def record_steps(self, steps: StepValues) -> None:
-        """Add step values."""
+    def record_steps(self, steps: StepValues, again: int = 0) -> None:
+        """Add step values; a value of the step ``again`` replaces the one that the metric has for it."""
         for name, (indices, values) in steps.items():
             if name not in self._step_values:
                 self._step_indices[name], self._step_values[name] = array("q"), array("d")
-            self._step_indices[name].frombytes(indices.tobytes())
-            self._step_values[name].frombytes(values.tobytes())
+            own_indices, own_values = self._step_indices[name], self._step_values[name]
+            if again and own_indices and own_indices[-1] == again == indices[0]:
+                own_indices.pop(), own_values.pop()
+            own_indices.frombytes(indices.tobytes())
+            own_values.frombytes(values.tobytes())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full history as plain types and tensors."""

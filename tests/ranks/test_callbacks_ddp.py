@@ -236,6 +236,7 @@ def test_hooks_that_change_the_list_of_callbacks(tmp_path: Path, capfd: pytest.C
     assert found["ddp"] == found["restartable"] == found["single"]
 
 
+@pytest.mark.long
 def test_bad_data_on_one_rank(capfd: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder) -> None:
     """It spoils the gradients of all: all stop, and rank 0 names the parameters."""
     dataset = make_data()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from kit.ranks import run_ranks
@@ -53,6 +54,7 @@ def shared_buffers() -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_buffers_of_all_strides_are_shared_in_one_exchange_per_dtype(tmp_path: Path) -> None:
     for facts in run_ranks(shared_buffers, 2, folder=tmp_path):
         assert facts == {"wrong": [], "new memory": [], "exchanges": 4, "contiguous": True}

@@ -84,6 +84,7 @@ def by_hand(clip: float | None) -> tuple[list[Tensor], float]:
     return [p.detach() for p in learned], sum(norms) / len(norms)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp", "fsdp"])
 def test_one_of_several_optimizers_may_step_only_the_criterion(mode: str) -> None:
     model, criterion = Net(), Margin()
@@ -117,6 +118,7 @@ class UnknownOfMean(Unknown):
         return (self(x) * self.beside[0] - y).square().mean()
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp", "fsdp"])
 def test_a_parameter_that_only_the_optimizer_has_is_trained_by_all_samples(mode: str) -> None:
     ours, theirs = Unknown(), Unknown()
@@ -155,6 +157,7 @@ class AddsUnknown(AbstractCallback):
     on_train_begin = on_batch_end = add
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     "mode, step, how", [("single", 0, "group"), ("ddp", 0, "list"), ("ddp", 1, "group"), ("fsdp", 1, "list")]
 )
@@ -184,6 +187,7 @@ def test_a_warning_says_that_checkpoints_lack_a_parameter_that_only_the_optimize
         loop_of(model, None, sgd).fit(1, callbacks=[ModelCheckpoint(tmp_path)])
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_a_parameter_that_ranks_have_twice_is_named(mode: str, capfd: pytest.CaptureFixture[str]) -> None:
     model, twice = Net(), nn.Parameter(torch.ones(3, dtype=D))
@@ -219,6 +223,7 @@ def test_changes_that_differ_between_ranks_are_reported(mode: str, capfd: pytest
         loop_of(model, Centres("parameter"), optim.SGD(model.parameters(), lr=0.05), mode).fit(1)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp", "fsdp"])
 @pytest.mark.parametrize("how", ["argument", "callback"])
 def test_its_parameters_are_clipped_and_measured(mode: str, how: str) -> None:
@@ -237,6 +242,7 @@ def test_its_parameters_are_clipped_and_measured(mode: str, how: str) -> None:
         assert loop.history["grad_norm"] == [pytest.approx(norm, rel=1e-5)]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("mode", ["single", "ddp"])
 @pytest.mark.parametrize("kind", ["module", "dict"])
 def test_it_is_evaluated_in_eval_mode(mode: str, kind: str) -> None:
@@ -282,6 +288,7 @@ def test_a_criterion_may_hold_the_model(mode: str, tmp_path: Path) -> None:
     assert weights[0][1] == pytest.approx(weights[1][1])
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_for_gradients_are_reported_in_ddp(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     model = Net()
@@ -331,6 +338,7 @@ class GathersItsRows(Net):
         return criterion(self(x), y) * len(others)
 
 
+@pytest.mark.long
 def test_a_rank_without_rows_in_a_loss_over_ranks_is_named_as_a_cause() -> None:
     model = GathersItsRows()
     loop = loop_of(model, nn.MSELoss(), optim.SGD(model.parameters(), lr=0.1), "ddp", timeout=60)

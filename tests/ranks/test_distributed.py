@@ -371,6 +371,7 @@ def beside_a_group_without_cpu(folder: str) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.long
 def test_a_gloo_group_is_made_beside_one_that_takes_no_cpu_tensors(tmp_path: Path) -> None:
     for facts in run_ranks(beside_a_group_without_cpu, 2, str(tmp_path), folder=tmp_path):
         assert facts["first"][:-1] == facts["second"][:-1] == [[[0], [1]], [0, 1], 1, 1]

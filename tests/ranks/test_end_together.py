@@ -73,6 +73,7 @@ def resume_often(folder: str) -> Any:
     return found, printed.getvalue().count("Nothing left"), str(failed.value), os.path.exists(own), paths
 
 
+@pytest.mark.long
 def test_rank_0_reads_what_is_resumed(tmp_path: Path) -> None:
     first, second = run_own_ranks(resume_often, 2, str(tmp_path), folder=tmp_path)
     assert [epoch for epoch, *_ in first[0]] == [1, 3, 3, 3]
@@ -140,6 +141,7 @@ class Signalled(AbstractCallback):
             os.kill(os.getpid(), self.number)
 
 
+@pytest.mark.long(but=2)
 @pytest.mark.parametrize("gpu_mode", ["single", "ddp"])
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT"])
 def test_a_line_says_which_signal_ends_the_run(

@@ -51,6 +51,7 @@ class Facts(AbstractCallback):
 
 
 # torch 2.13 has a new name for an argument that 2.6 to 2.12 know by its old one only.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
 def test_all_ranks_hear_of_a_pass_and_keep_their_own_buffers() -> None:
     """One batch to evaluate for two ranks: the one without a batch hears of it as well."""

@@ -95,6 +95,7 @@ def test_synchronised_batchnorm_covers_the_ranks_that_have_batches() -> None:
     assert loop.global_step == 2
 
 
+@pytest.mark.long
 @refuses
 def test_compiled_functions_may_be_one_graph_where_exchanges_are_refused() -> None:
     layer, x = nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.ones(4, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from kit.ranks import run_ranks
 from torch import nn
@@ -24,5 +25,6 @@ def stage() -> list[float]:
     return [*wrapper.module.weight.full_tensor().tolist(), *wrapper.module.running_mean.tolist()]
 
 
+@pytest.mark.long
 def test_each_pipeline_stage_keeps_its_own_weights_and_buffers(tmp_path: Path) -> None:
     assert run_ranks(stage, 2, folder=tmp_path) == [[1.0] * 4, [2.0] * 4]

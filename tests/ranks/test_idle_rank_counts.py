@@ -82,6 +82,7 @@ class Counted(TTBasicModel):
                 self.log(f"{name}_{kind}", total)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("mode", ["single", "ddp", "fsdp"])
 def test_each_sample_is_counted_once(mode: str) -> None:
     torch.manual_seed(0)
@@ -195,8 +196,9 @@ class CountsAndYields(CountsSteps):
         yield super().get_loss(batch_data, criterion, device)
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", [CountsSteps, CountsAndYields])
+@pytest.mark.long(but=1)
 def test_a_count_of_steps_that_would_differ_between_ranks_is_warned_of(
     kind: Any, mode: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,13 +248,14 @@ class ResetsCounts(CountsEvaluations):
     [
         (CountsEvaluations, "number", "steps"),
         (CountsEvaluations, "in a dict", "by_name['steps']"),
-        pytest.param(CountsEvaluations, "in a vocabulary", None, marks=pytest.mark.long),
+        (CountsEvaluations, "in a vocabulary", None),
         (CountsEvaluations, "buffer", "queue"),
         (CountsEvaluations, "in training", None),
         (ResetsCounts, "number", None),
     ],
 )
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.long(but=1)
 def test_a_count_or_a_buffer_that_an_evaluation_changes_is_warned_of(
     model: Any, kind: str, name: str | None, mode: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

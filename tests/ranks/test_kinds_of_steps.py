@@ -182,6 +182,7 @@ class TwoHeads(Net):
         return MultiLoss({"body": criterion(found, y), "head": criterion(self.head(found.detach()), y)})
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("several", [False, True], ids=["accumulation", "optimizers"])
 def test_one_rank_equals_one_process(several: bool) -> None:
     """Each part of the loss has a backward of its own, which DDP does not expect, even on a single rank."""
@@ -222,6 +223,7 @@ class StopsAt(AbstractCallback):
         self.train_loop_obj.log("in_hook", float(self.train_loop_obj.global_step))
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("rows, accumulation", [(14, 1), (38, 2)])  # the third rank gets none of the last two rows
 @pytest.mark.parametrize("name", ["closure, weighted", "alternating"])
 def test_a_rank_without_samples_takes_part(name: str, rows: int, accumulation: int) -> None:

@@ -144,6 +144,7 @@ def nested(stop: StopAgreement) -> None:
     launch(one_fact, ranks_per_node=1)
 
 
+@pytest.mark.long
 def test_ranks_start_no_ranks() -> None:
     with pytest.raises(Exception, match=r"a rank can't start other ranks. Inside a rank, call fit\(\) with gpu"):
         launch(nested, ranks_per_node=1)
@@ -243,6 +244,7 @@ def prints(stop: StopAgreement) -> None:
     sys.stderr.write("no end of line")
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize(("shown", "out"), [("0", {"out 0"}), ("1", {"out 0", "[rank 1] out 1"})])
 def test_output_of_ranks(
     shown: str, out: set[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -284,6 +286,7 @@ def leaves_all_to_the_end(notes: Path, raises: bool, stop: StopAgreement) -> Non
         raise ValueError("on purpose")
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("how", ["return", "raise"])
 def test_the_end_of_a_rank_is_orderly(how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     notes = tmp_path / "notes"

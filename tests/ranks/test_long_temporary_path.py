@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from conftest import make_data
 
 
+@pytest.mark.long
 def test_workers_of_ranks_send_tensors_from_a_folder_with_a_long_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

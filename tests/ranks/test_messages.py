@@ -120,6 +120,7 @@ def strangers(trap: str, with_key: bool) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("with_key", [True, False], ids=["with a key", "without"])
 def test_a_stranger_in_the_place_of_a_rank_is_noticed_and_runs_nothing(with_key: bool, tmp_path: Path) -> None:
     trap = tmp_path / "trap"

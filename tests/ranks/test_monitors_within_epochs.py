@@ -67,6 +67,7 @@ def test_every_step_s_metric_is_judged_by_its_mean(tmp_path: Path) -> None:
     assert best.best_value == max(loop.history["accuracy"])
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("mode", ["single", "ddp"])
 def test_early_stopping_within_an_epoch(mode: str) -> None:
     loop = make_loop(accelerator="cpu", **dict(modes())[mode])
@@ -85,6 +86,7 @@ def test_plateaus_within_an_epoch() -> None:
         LRScheduler(ReduceLROnPlateau, "step")
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("mode", ["single", "ddp"])
 def test_stopping_and_plateaus_judge_the_newest_value_of_a_metric_of_every_step(mode: str) -> None:
     loop = make_loop(accelerator="cpu", **dict(modes())[mode])

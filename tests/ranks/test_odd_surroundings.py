@@ -92,6 +92,7 @@ def disturbed(stop: object) -> None:
     raise DisturbedStartError("user nobody connected")
 
 
+@pytest.mark.long
 def test_a_disturbed_start_is_repeated_five_times(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,6 +157,7 @@ def test_records_and_prints_reach_the_callers_objects(handlers: dict[str, Keeps]
     assert "TrainLoop(ddp" in second.getvalue()  # the streams of this call, in the same ranks
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("tee", [Tee, Proxy])
 def test_an_object_with_the_descriptor_of_stdout_gets_what_ranks_print(tee: type[Tee]) -> None:
     script = sys.stdout if isinstance(sys.stdout, io.TextIOWrapper) else sys.__stdout__
@@ -166,6 +167,7 @@ def test_an_object_with_the_descriptor_of_stdout_gets_what_ranks_print(tee: type
     assert own.text.count("printed by") == 1
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("mode", [{}, {"gpu_mode": "ddp", "devices": 2}, {"max_restarts": 1}], ids=str)
 def test_output_that_cannot_be_written_does_not_end_the_training(mode: dict[str, Any]) -> None:
     fit_args = {"max_restarts": mode.pop("max_restarts")} if "max_restarts" in mode else {}
@@ -197,6 +199,7 @@ def test_a_reader_that_goes_away(mode: str, tmp_path: Path) -> None:
     assert done.stderr.count("BrokenPipeError: [Errno 32]") == 1, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no CPUs per process")
 def test_ranks_do_not_repeat_torch_s_warning_about_workers(capfd: pytest.CaptureFixture[str]) -> None:
     workers = len(os.sched_getaffinity(0))  # not too many for the machine, but for a rank's part of it

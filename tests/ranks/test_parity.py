@@ -308,6 +308,7 @@ def test_orders_of_a_loaders_own_generator_go_on_in_a_second_fit(mode: str) -> N
     assert ours[1:] == expected[1:]
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("model_type, seed", [(Winding, 11), (Lazy, 11), (Lazy, None)])
 def test_all_modes_see_the_same_batches_with_a_seed(model_type: Any, seed: int | None) -> None:
     """Shuffled, the same global batch: 16 in one process, 8 on each of two ranks. Lazy weights are the same, too."""

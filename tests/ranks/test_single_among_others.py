@@ -123,6 +123,7 @@ def test_processes_that_train_alone_are_reported(
         assert re.search(message, str(recwarn[0].message)), recwarn[0].message
 
 
+@pytest.mark.long
 def test_a_batch_script_without_srun_starts_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in {**BATCH, "SLURM_NNODES": "1"}.items():
         monkeypatch.setenv(key, value)

@@ -379,6 +379,7 @@ class Threads(AbstractCallback):
         self.number = torch.get_num_threads()
 
 
+@pytest.mark.long
 def test_fewer_threads_that_the_caller_has_set_stay_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")  # of the tests
     model, here, there = Line(), Threads(), Threads()

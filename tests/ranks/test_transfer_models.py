@@ -148,6 +148,7 @@ class Registers(AbstractCallback):
         self.train_loop_obj.model.doubled.remove()
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.parametrize("mode, devices", [("single", 1), ("dp", 2), ("ddp", 2), ("ddp", 3)])
 def test_hooks_of_parameters_and_sparse_gradients_count_in_every_mode(mode: str, devices: int) -> None:
     torch.manual_seed(0)
@@ -191,6 +192,7 @@ class Stacked(TTBasicModel):
         return vmap(one)(self.weight).mean(0)
 
 
+@pytest.mark.long
 def test_tensors_without_values_beside_the_model_stay_so_after_ranks() -> None:
     torch.manual_seed(0)
     model = Stacked()

@@ -76,6 +76,7 @@ def test_a_search_finds_the_best_and_its_bag_predicts(tmp_path: Path, capsys: py
     assert "2 of 2 trials done, 0 running, 0 failed" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_fold_has_the_settings_of_the_process_that_searches() -> None:
     def make_loop(params: dict[str, Any], fold: Any) -> Scaled:
         assert (torch.ones(1).dtype, np.geterr()["under"], torch.are_deterministic_algorithms_enabled()) == expected
@@ -93,6 +94,7 @@ def test_a_fold_has_the_settings_of_the_process_that_searches() -> None:
     assert not found.best_trial.errors
 
 
+@pytest.mark.long
 def test_without_a_storage_the_files_last_as_long_as_the_result() -> None:
     found = search(lambda params, fold: Scaled(0.5), {}, num_bag_folds=3, num_trials=4)
     assert len(found.trials) == 1
@@ -147,6 +149,7 @@ def test_a_fold_that_fails_is_lost_alone_and_trained_again_by_the_next_search(
     assert again.out_of_fold_predictions.tolist() == rows()[1].tolist()
 
 
+@pytest.mark.long
 def test_folds_that_are_forks_end_as_others_do(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
     marks.mkdir()
@@ -239,6 +242,7 @@ def test_models_are_forks_of_one_process_that_has_imported_their_modules(tmp_pat
     assert logs["forks"] == {f"{forkserver._forkserver._forkserver_pid} True True\n"}  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_a_class_of_one_row_and_a_process_with_many_open_files() -> None:
     x, y = np.zeros((21, 1)), np.array(["a"] * 10 + ["b"] + ["c"] * 10)
     with all_low_numbers_taken():

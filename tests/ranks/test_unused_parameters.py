@@ -200,6 +200,7 @@ class ReadsGlobal(Branches):
         yield "all", criterion(READ["model"](batch_data[0]), batch_data[1])
 
 
+@pytest.mark.long
 def test_a_training_that_reaches_no_parameter_is_warned_of(capfd: pytest.CaptureFixture[str]) -> None:
     READ["model"] = model = ReadsGlobal("steps")
     optimizer = MultiOptimizer({"all": torch.optim.SGD(model.parameters(), lr=0.1)})

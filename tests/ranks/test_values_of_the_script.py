@@ -248,6 +248,7 @@ def test_what_a_resumed_run_lacks_of_the_loop_is_named(tmp_path: Path, recwarn: 
     assert any("tl.best" in str(w.message) for w in recwarn.list)
 
 
+@pytest.mark.long
 def test_large_values_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(means, "y", torch.zeros(2**19))
     large = means["y"]
@@ -311,6 +312,7 @@ def test_callbacks_of_one_function_have_variables_of_their_own() -> None:
     assert len(first) == type(callbacks[0]).begun == type(callbacks[1]).begun > 0  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_an_outer_variable_does_not_replace_a_global_of_its_name() -> None:
     def begins() -> AbstractCallback:
         note = None

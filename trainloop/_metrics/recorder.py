@@ -120,14 +120,14 @@ class _Series:
                 self.values.append(value)
                 self.weights.append(weight)
 
-    def new_steps(self, unfinished: int) -> tuple[Options, Any, Any, Any]:
-        """Return the values of steps, and keep those of the ``unfinished`` step, which may get more."""
+    def new_steps(self, unfinished: int, again: int) -> tuple[Options, Any, Any, Any]:
+        """Return the values of steps but the ``unfinished`` one; keep this step's, and those to return ``again``."""
         columns = [np.array(self.steps, np.int64), np.array(self.values), np.array(self.weights)]
-        kept = columns[0] == unfinished
+        kept = columns[0] == (unfinished or again)
         self.steps, self.values, self.weights = (
             array(code, column[kept].tolist()) for code, column in zip("qdd", columns, strict=True)
         )
-        return self.options, *(column[~kept] for column in columns)
+        return self.options, *(column[columns[0] != unfinished] for column in columns)
 
 
 class Recorder:
@@ -153,6 +153,11 @@ class Recorder:
     batch_size : int
         Samples of the current batch: the default weight of logged values. Set by the loop.
     rank_zero_only_names : set of str
+    open_step : int
+        Step whose values the last exchange has returned before all of its hooks had run; 0 if none. The next exchange
+        returns them again, with those logged in between.
+    again : int
+        Step whose values the last exchange has returned again; 0 if none.
     """
 
     def __init__(
@@ -169,6 +174,7 @@ class Recorder:
         self.rank_zero_only_names: set[str] = set()
         self._rank = rank
         self._exchange = exchange or Gathered()
+        self.open_step = self.again = 0
         self._exchanged_step = 0
         self._on_step = on_step
         self._prefix = prefix
@@ -373,16 +379,22 @@ class Recorder:
     def exchange_steps(self, *, finished: int | None = None) -> StepValues:
         """Return step values since the last call, over all ranks. Collective if there are several ranks.
 
-        If no step has begun since the last exchange, which all ranks know, nothing is exchanged or returned. If the
-        current step is later than the last ``finished`` one, its values are returned when it is finished, too.
+        If no step has begun since the last exchange, which all ranks know, nothing is exchanged or returned.
+
+        Parameters
+        ----------
+        finished : int, optional
+            The last finished step, if hooks may log more values of steps: those of a later step are returned when it is
+            finished, and those of this step are returned now and, with what is logged later, at the next exchange.
         """
         self.compact()
         unfinished = self.step if finished is not None and self.step > finished else 0
         newest = unfinished - 1 if unfinished else self.step
-        if newest == self._exchanged_step:
+        if newest == self._exchanged_step and not self.open_step:
+            self.again = 0
             return {}
         self._exchanged_step = newest
-        return self._exchange(self._new_steps(unfinished)).steps
+        return self._exchange(self._new_steps(unfinished, finished or 0)).steps
 
     def finish_epoch(self, attachment: Any = None, *, late: bool = False) -> EpochEnd:
         """Exchange logs once; return the remaining step values and the epoch's values, and empty the recorder.
@@ -423,8 +435,9 @@ class Recorder:
         self._exchanged_step = self.step
         return EpochEnd(steps, losses, metrics, attachments)
 
-    def _new_steps(self, unfinished: int = 0) -> dict[str, Any]:
-        found = {series.name: series.new_steps(unfinished) for series in self._series.values() if series.steps}
+    def _new_steps(self, unfinished: int = 0, again: int = 0) -> dict[str, Any]:
+        self.again, self.open_step = self.open_step, (0 if unfinished else again)
+        found = {s.name: s.new_steps(unfinished, self.open_step) for s in self._series.values() if s.steps}
         return {name: entry for name, entry in found.items() if len(entry[1])}  # all may be of the unfinished step
 
     def _totals(self) -> dict[str, Any]:

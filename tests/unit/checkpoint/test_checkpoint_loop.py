@@ -325,6 +325,7 @@ def test_generators_of_a_models_parts_and_of_an_optimizer_resume(mode: dict[str,
     assert same(again.model.state_dict(), whole.model.state_dict())
 
 
+@pytest.mark.long
 def test_a_samplers_state_dict_continues_after_ranks() -> None:
     def order(**mode: Any) -> list[int]:
         sampler = Passes()

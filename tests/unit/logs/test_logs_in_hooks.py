@@ -57,6 +57,40 @@ for _name in HOOKS:
     setattr(Counts, _name, _counting(_name))
 
 
+class FlushesIn(AbstractCallback):
+    """FlushesIn in a hook, before the hooks of the other callbacks, and keeps what ``on_log`` gets."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__("flushes", execution_order=-1)
+        self.rows: list[Any] = []
+        setattr(self, hook, lambda *_: self.train_loop_obj.flush_logs())
+
+    def on_log(self, rows: Any) -> None:
+        self.rows += rows
+
+
+@pytest.mark.parametrize("hook", ["on_batch_begin", "on_after_gradient_update", "on_after_optimizer_step", "on_batch_end"])
+def test_a_step_has_one_value_wherever_logs_are_flushed(hook: str, tmp_path: Path) -> None:
+    of_steps = ["on_batch_begin", "on_after_gradient_update", "on_after_optimizer_step", "on_batch_end"]
+
+    def trained(*others: AbstractCallback, resume_from: Path | None = None) -> TrainLoop:
+        tl = make_loop(seed=1)
+        tl.fit(num_epochs=2, callbacks=[Counts(of_steps), *others], grad_accumulation=2, resume_from=resume_from)
+        return tl
+
+    plain = trained().history
+    flushes = FlushesIn(hook)
+    flushed = trained(flushes, ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_steps=1, keep=9)).history
+    assert len(flushed.steps("on_batch_end")) > 2
+    for name in plain.step_names:
+        assert flushed.steps(name) == plain.steps(name)
+        assert flushed.step_indices(name) == plain.step_indices(name)
+        assert [values[name] for _, values in flushes.rows if name in values] == plain.steps(name)
+    saves = ModelCheckpoint(tmp_path / "resumed")
+    resumed = trained(FlushesIn(hook), saves, resume_from=sorted(tmp_path.glob("checkpoint-*"))[0]).history
+    assert {name: resumed.steps(name) for name in plain.step_names} == {n: plain.steps(n) for n in plain.step_names}
+
+
 def expected_rows(epochs: int) -> list[dict[str, float]]:
     """The values of an epoch's row, counted by hand."""
     rows = []

@@ -36,6 +36,7 @@ def test_modules_with_attributes_that_look_like_functions_are_sent(
     assert found["Node"].value[:2] == ("nodes_of_a_user", "Node")
 
 
+@pytest.mark.long
 def test_what_the_compiler_puts_into_a_module_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "compiled_of_a_user.py").write_text("LR = 0.1\ndef twice(x):\n    return (2 * x).sin()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -99,6 +100,7 @@ def generated(folder: Path, code: str) -> types.ModuleType:
     return module
 
 
+@pytest.mark.long
 def test_a_module_that_each_process_generates_is_the_same_in_another_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

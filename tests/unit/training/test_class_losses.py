@@ -283,6 +283,7 @@ class Compiled(TTModel):
         return self.net(*batch_data)[0], batch_data[1], {}
 
 
+@pytest.mark.long
 def test_a_compiled_model_that_returns_its_loss_is_evaluated_like_one_batch() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(10, 2, dtype=torch.float64), torch.arange(10) % 3
@@ -293,6 +294,7 @@ def test_a_compiled_model_that_returns_its_loss_is_evaluated_like_one_batch() ->
     assert loss == pytest.approx(net(x, y)[1].item(), rel=1e-12)
 
 
+@pytest.mark.long(but=1)
 @pytest.mark.skipif(torch.__version__ < TorchVersion("2.13"), reason="its compiler can't attach a divisor")
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_loss_that_compiled_code_computes_weighs_micro_batches(in_place: bool) -> None:

@@ -492,6 +492,7 @@ def test_fits_of_a_process_do_not_use_up_dynamo_s_limit(monkeypatch: pytest.Monk
             make_loop().fit(num_epochs=1)
 
 
+@pytest.mark.long
 def test_what_only_reads_the_rate_leaves_the_graph(tmp_path: Path) -> None:
     loop, monitor = make_loop(), LearningRateMonitor()
     with warnings_are_errors():

@@ -517,7 +517,10 @@ class LoopState:
             self.history.record_own(name, number, self.history_epoch)
 
     def flush_logs(self) -> None:
-        """Add the values of the steps so far to the history and pass them to ``on_log``. Collective; waits."""
+        """Add the values of the steps so far to the history and pass them to ``on_log``. Collective; waits.
+
+        ``on_log`` gets the values of the current step when all of its hooks have run.
+        """
         if self.running is not None:
             self.running.flush_logs(exchange=True)
 

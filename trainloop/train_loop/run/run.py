@@ -448,26 +448,24 @@ class Run:
         """
         # If any rank has a hook, all ranks exchange here. Without hooks, an occasional exchange is enough.
         has_hooks = any(callback.uses_hook("on_log") for callback in self.loop.callbacks)
-        if exchange or has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
-            self._share_steps()
+        if exchange:  # a hook may ask within a step, of which only some micro-batches are done, or later hooks log more
+            self.publish(self.recorder.exchange_steps(finished=self.loop.global_step))
+        elif has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
+            self.publish(self.recorder.exchange_steps())
         else:
             self.recorder.compact()
 
     def share_logs(self) -> None:
         """Exchange all values of steps so far, so that the history of every rank has them. Collective; waits."""
-        self._share_steps()
+        self.flush_logs(exchange=True)
         self.loop.history.put_agreed(self.exchange({}, attachment=self.loop.history.take_own()).attachments)
-
-    def _share_steps(self) -> None:
-        # A hook may ask within a step, of which only some micro-batches are done.
-        self.publish(self.recorder.exchange_steps(finished=self.loop.global_step))
 
     def publish(self, steps: StepValues) -> None:
         """Add step values to the history and, on rank 0, pass them to ``on_log``."""
-        self.loop.history.record_steps(steps)
+        self.loop.history.record_steps(steps, self.recorder.again)
         if steps and self.loop.is_global_zero and self.hooks.on_log:
-            rows = rows_of(steps)
-            for hook in self.hooks.on_log:
+            rows = [row for row in rows_of(steps) if row[0] != self.recorder.open_step]  # it comes once, when complete
+            for hook in self.hooks.on_log if rows else ():
                 hook(rows)
 
     def _record_epoch(self, *, late: bool = False) -> dict[str, float]:
