@@ -69,7 +69,9 @@ class FlushesIn(AbstractCallback):
         self.rows += rows
 
 
-@pytest.mark.parametrize("hook", ["on_batch_begin", "on_after_gradient_update", "on_after_optimizer_step", "on_batch_end"])
+@pytest.mark.parametrize(
+    "hook", ["on_batch_begin", "on_after_gradient_update", "on_after_optimizer_step", "on_batch_end"]
+)
 def test_a_step_has_one_value_wherever_logs_are_flushed(hook: str, tmp_path: Path) -> None:
     of_steps = ["on_batch_begin", "on_after_gradient_update", "on_after_optimizer_step", "on_batch_end"]
 
