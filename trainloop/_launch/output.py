@@ -29,17 +29,6 @@ from trainloop._support.output import GuardedStream, unguarded
 from trainloop._support.user_line import warn
 from trainloop.distributed import Rank
 
-__all__ = [
-    "Outlets",
-    "Report",
-    "Sender",
-    "Targets",
-    "quieten_log_streams",
-    "rank_handlers",
-    "rank_streams",
-    "targets_here",
-]
-
 logger = logging.getLogger("trainloop")
 
 _HEADER = struct.Struct("=IIBH")  # process, number of the message, 1 for its last chunk, bytes

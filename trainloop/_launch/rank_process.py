@@ -38,17 +38,6 @@ from trainloop.distributed.key import set_run_key
 from trainloop.distributed.peers import DisturbedStartError, only_trusted_peers
 from trainloop.distributed.ranks import leave_group
 
-__all__ = [
-    "STACK_SIGNAL",
-    "RankTerminated",
-    "State",
-    "result_file",
-    "run_rank",
-    "started_as",
-    "started_by_launch",
-    "unblocking",
-]
-
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """Signal that makes a rank write its Python stacks: a real-time signal, which other programs do not use."""
 

@@ -23,8 +23,6 @@ from trainloop._transfer.pages import path_of
 from trainloop.distributed import Rank
 from trainloop.resources.enforce import set_variable
 
-__all__ = ["LAUNCH_VARIABLE", "RunSpec", "StartFiles", "Task", "Work", "next_work"]
-
 LAUNCH_VARIABLE = "TRAINLOOP_LAUNCH"
 """Variable with a launch's token, in the environment of its ranks and of all processes that they start."""
 

@@ -26,8 +26,6 @@ from trainloop._metrics.reducing import (
 from trainloop._metrics.slots import Slots
 from trainloop.errors import ConfigurationError
 
-__all__ = ["LogCall", "EpochEnd", "Recorder", "named_losses"]
-
 
 class LogCall(NamedTuple):
     """The options of ``TTModel.log``, as passed."""

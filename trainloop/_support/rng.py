@@ -13,22 +13,6 @@ import torch
 
 from trainloop._support.user_line import warn
 
-__all__ = [
-    "Snapshots",
-    "States",
-    "advance",
-    "as_captured",
-    "capture",
-    "derive_seed",
-    "drew",
-    "drew_for_loaders",
-    "isolated",
-    "peek_seed",
-    "read",
-    "restore",
-    "seed_all",
-]
-
 
 def derive_seed(*parts: int | str) -> int:
     """Return a seed in [0, 2**63) that depends on every part, and is the same in all processes and versions.

@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 
 from trainloop._support.platform import fcntl, process_config, user_id
 
-__all__ = ["PREFIX", "Scratch", "name_semaphores", "remove", "remove_dead", "scratch_folder", "temporary_folder"]
-
 PREFIX = "trainloop-mp-"
 _TEMPORARY = "trainloop-tmp-"
 _TOKEN = "launch-"

@@ -30,20 +30,6 @@ from weakref import WeakSet
 from trainloop._support.platform import process_config, signals_blocked, unblock_signals
 from trainloop._support.stopping import CHECKPOINT, HANGUP, INTERRUPT, NOTICE, TERMINATE, StopAgreement
 
-__all__ = [
-    "REASON_OF_SIGNAL",
-    "ReceivedSignals",
-    "WorkerInit",
-    "ends_by_sigterm",
-    "names_of",
-    "rank_signals",
-    "signal_numbers",
-    "signals",
-    "started",
-    "status_of",
-    "uninterrupted",
-]
-
 REASON_OF_SIGNAL = {
     "SIGINT": INTERRUPT,
     "SIGTERM": TERMINATE,

@@ -24,16 +24,6 @@ from trainloop.resources.quota import ResourceQuota, Resources, check_one_model,
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "applied",
-    "cap_workers",
-    "check_quota",
-    "child_environment",
-    "cpu_shares",
-    "devices_under",
-    "free_cpus",
-]
-
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 

@@ -19,8 +19,6 @@ from pandas.api import types
 from trainloop.errors import ConfigurationError
 from trainloop.extending import warn
 
-__all__ = ["Columns", "Kind", "Rows", "floats", "read_table", "scalars"]
-
 Kind = Literal["number", "boolean", "category", "date", "text", "picture"]
 Rows = np.ndarray[Any, Any]
 

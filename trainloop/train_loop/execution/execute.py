@@ -48,8 +48,6 @@ from trainloop.train_loop.training.whole_step import WholeStepTraining
 if TYPE_CHECKING:
     from trainloop.train_loop.progress.restart_folder import RestartFolder
 
-__all__ = ["execute", "sent_parts", "untouched"]
-
 
 def execute(loop: LoopState, work: Callable[..., Any], *args: Any, job: FitJob | None = None) -> Any:
     """Call ``work(run, *args)`` on a run created in this process or, in ``ddp`` and ``fsdp``, in every rank.

@@ -27,13 +27,6 @@ from trainloop.train_loop.run.rows import (
     with_tuples_of_columns,
 )
 
-__all__ = [
-    "evaluating",
-    "keep_all_batches",
-    "mean_loss",
-    "predictions",
-]
-
 Gather = Callable[[Any], list[Any] | None]
 
 # Each batch logs a few numbers, which would add up over a long loader. Reading the numbers waits for the device.

@@ -67,8 +67,6 @@ from trainloop.train_loop.training.trained import about_eval_mode, begin_trainin
 if TYPE_CHECKING:
     from trainloop.train_loop.saving.restart_checkpoints import RestartCheckpoints
 
-__all__ = ["Training", "Watch"]
-
 _STEPS_BETWEEN_LOOKS = 16  # at least, for functions of class indices: epochs of one step would pay for each look
 _ALONE: AbstractContextManager[Any] = nullcontext()  # around the micro-batches of a run that is not in ranks
 
