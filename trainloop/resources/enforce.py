@@ -383,9 +383,7 @@ def _limit_gpu_memory(quota: ResourceQuota, device: torch.device | None, undo: c
         return
     import torch
 
-    before = 1.0
-    if hasattr(torch.cuda, "get_per_process_memory_fraction"):
-        before = torch.cuda.get_per_process_memory_fraction(device)
+    before = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(float(fraction), device)
     undo.callback(torch.cuda.set_per_process_memory_fraction, before, device)
 
