@@ -244,32 +244,33 @@ def test_sigusr2_is_a_request_only_in_jobs_that_announce_their_end_by_it(
     assert (stop.reached(), received.reasons) == ((0, 0) if job is None else (NOTICE, NOTICE))
 
 
-def test_the_first_ctrl_c_waits_and_the_second_does_not() -> None:
-    lines: list[str] = []
+def test_the_first_ctrl_c_waits_and_the_second_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     stop = LocalStop()
-    with pytest.raises(KeyboardInterrupt), signals(stop, print_line=lines.append):
+    with pytest.raises(KeyboardInterrupt), signals(stop):
         send(signal.SIGINT)
         assert stop.reached() == INTERRUPT
         send(signal.SIGINT)
         raise AssertionError("not reached")
-    assert lines == ["Interrupted: training stops after this step. Press Ctrl-C again to stop at once."]
+    line = "\nInterrupted: training stops after this step. Press Ctrl-C again to stop at once.\n"
+    assert capsys.readouterr().err == line
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_at_once_a_ctrl_c_raises_where_it_strikes_or_after_what_must_be_whole() -> None:
-    lines: list[str] = []
+def test_at_once_a_ctrl_c_raises_where_it_strikes_or_after_what_must_be_whole(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for _ in range(2):
-        with pytest.raises(KeyboardInterrupt), signals(print_line=lines.append, at_once=True), signals(LocalStop()):
+        with pytest.raises(KeyboardInterrupt), signals(at_once=True), signals(LocalStop()):
             send(signal.SIGINT)
             raise AssertionError("not reached")
     done = False
-    with pytest.raises(KeyboardInterrupt), signals(print_line=lines.append, at_once=True):
+    with pytest.raises(KeyboardInterrupt), signals(at_once=True):
         with uninterrupted():
             send(signal.SIGINT)
             done = True
         raise AssertionError("not reached")
     assert done
-    assert lines == []
+    assert capsys.readouterr().err == ""
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -321,12 +322,11 @@ def test_a_rank_that_is_ended_twice_finishes_its_finally_blocks() -> None:
     assert stop.reached() == 0
 
 
-def test_contexts_for_one_stop_are_one() -> None:
-    lines: list[str] = []
+def test_contexts_for_one_stop_are_one(capsys: pytest.CaptureFixture[str]) -> None:
     stop = LocalStop()
-    with signals(stop, print_line=lines.append), signals(stop, print_line=lines.append):
+    with signals(stop), signals(stop):
         send(signal.SIGINT)
-    assert len(lines) == 1
+    assert capsys.readouterr().err.count("Interrupted: ") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -453,7 +453,7 @@ def test_a_reason_that_is_no_signal_is_no_end() -> None:
 
 def test_the_second_ctrl_c_waits_for_what_must_not_be_half_done() -> None:
     done = False
-    with pytest.raises(KeyboardInterrupt), signals(print_line=lambda line: None):
+    with pytest.raises(KeyboardInterrupt), signals():
         with uninterrupted():
             send(signal.SIGINT)
             send(signal.SIGINT)

@@ -20,25 +20,6 @@ from trainloop._support.platform import read_into
 from trainloop._transfer.pages import write_all
 from trainloop.errors import TrainLoopError, WorkerFailedError
 
-__all__ = [
-    "LOST_HOST",
-    "RECORDED",
-    "Failure",
-    "RestartPolicy",
-    "about_record",
-    "describe_failure",
-    "described",
-    "explain_shared_memory",
-    "exit_text",
-    "failure_of",
-    "first_failure",
-    "hint",
-    "is_about_memory",
-    "is_timeout",
-    "with_note",
-    "worker_failed_error",
-]
-
 # Errors of a rank that has lost its neighbour, from Gloo (TCP), NCCL and the process group's store.
 _LOST_NEIGHBOUR = re.compile(
     r"connection (closed|reset|refused|was likely closed)|broken pipe|socket closed|failed to (recv|send)|"

@@ -31,8 +31,6 @@ from trainloop.distributed.addresses import interface_of, listener_at, local_add
 from trainloop.distributed.key import KEY_VARIABLE, key_from_environment
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Hosts", "meet_hosts"]
-
 logger = logging.getLogger("trainloop")
 
 RENDEZVOUS_WAIT_S = 600.0

@@ -27,8 +27,6 @@ from trainloop.distributed.peers import only_trusted_peers
 from trainloop.distributed.ranks import leave_group, release_last_work
 from trainloop.errors import ConfigurationError
 
-__all__ = ["backend_for", "join", "place_here", "rank_from_launcher", "warn_of_processes_alone"]
-
 T = TypeVar("T")
 
 _INTERACTIVE_JOBS = ("bash", "sh", "zsh", "interactive")

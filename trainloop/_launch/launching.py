@@ -45,8 +45,6 @@ from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.resources.enforce import child_environment, threads_in
 
-__all__ = ["keeping", "launch"]
-
 logger = logging.getLogger("trainloop")
 
 T = TypeVar("T")

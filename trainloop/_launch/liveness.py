@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Liveness", "Sign", "hanging_ranks"]
-
 
 class Sign(NamedTuple):
     """A rank's state and last boundary, as the launching process reads them."""

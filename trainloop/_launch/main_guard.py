@@ -13,8 +13,6 @@ from types import CodeType, FrameType
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["check_main_guard", "main_place", "take_main_place"]
-
 _MESSAGE = """{where} starts processes, but is not inside an `if __name__ == '__main__':` block.
 A process that Python starts may import the script, and would then start further processes.
 Put the script's code into a function, and call it from the guard:

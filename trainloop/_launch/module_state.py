@@ -36,8 +36,6 @@ from trainloop._support.user_line import warn
 from trainloop._transfer import load_device
 from trainloop._transfer.pickling import Pickler
 
-__all__ = ["LoadedCode", "SentModules", "dumped_modules", "is_users", "receive_modules"]
-
 _MOST_BYTES = 1 << 20  # of one value; a larger one is data, of which only type and length are compared
 _MOST_IN_ALL = 16 << 20
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)

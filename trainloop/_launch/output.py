@@ -29,17 +29,6 @@ from trainloop._support.output import GuardedStream, unguarded
 from trainloop._support.user_line import warn
 from trainloop.distributed import Rank
 
-__all__ = [
-    "Outlets",
-    "Report",
-    "Sender",
-    "Targets",
-    "quieten_log_streams",
-    "rank_handlers",
-    "rank_streams",
-    "targets_here",
-]
-
 logger = logging.getLogger("trainloop")
 
 _HEADER = struct.Struct("=IIBH")  # process, number of the message, 1 for its last chunk, bytes
@@ -435,9 +424,7 @@ def _all_output_shown() -> bool:
 
 
 @contextlib.contextmanager
-def rank_streams(
-    me: Rank, sender: Sender | None = None, targets: Targets | None = None, report: Report | None = None
-) -> Iterator[None]:
+def rank_streams(me: Rank, sender: Sender | None, targets: Targets, report: Report) -> Iterator[None]:
     """Leave global rank 0's output unchanged; prefix other ranks' stderr, and hide their stdout by default.
 
     Streams that are objects of the caller's process get the output through ``sender``. Output that can't be written
@@ -445,24 +432,23 @@ def rank_streams(
     """
     before = sys.stdout, sys.stderr
     own = {name: getattr(sys, name) for name in ("stdout", "stderr")}
-    if sender is not None and targets is not None:
+    if sender is not None:
         own.update((name, ForwardedStream(sender, name, own[name], *facts)) for name, facts in targets.streams.items())
     streams = {name: GuardedStream(stream, name) for name, stream in own.items() if stream is not None}
     prefixed = []
-    with open(os.devnull, "w") as nowhere:
-        for name, stream in streams.items():
-            shown: Any = stream
-            if me.rank != 0:
-                shown = nowhere if report is None else _Swallowed(report)
-                if name == "stderr" or _all_output_shown():
-                    shown = _Prefixed(stream, f"[rank {me.rank}] ")  # type: ignore[arg-type]  # it has what is used
-                    prefixed.append(shown)
-            setattr(sys, name, shown)
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = before
-            for shown in prefixed:
-                shown.finish()
-            for stream in streams.values():
-                stream.flush()
+    for name, stream in streams.items():
+        shown: Any = stream
+        if me.rank != 0:
+            shown = _Swallowed(report)
+            if name == "stderr" or _all_output_shown():
+                shown = _Prefixed(stream, f"[rank {me.rank}] ")  # type: ignore[arg-type]  # it has what is used
+                prefixed.append(shown)
+        setattr(sys, name, shown)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        for shown in prefixed:
+            shown.finish()
+        for stream in streams.values():
+            stream.flush()

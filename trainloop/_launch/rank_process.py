@@ -38,17 +38,6 @@ from trainloop.distributed.key import set_run_key
 from trainloop.distributed.peers import DisturbedStartError, only_trusted_peers
 from trainloop.distributed.ranks import leave_group
 
-__all__ = [
-    "STACK_SIGNAL",
-    "RankTerminated",
-    "State",
-    "result_file",
-    "run_rank",
-    "started_as",
-    "started_by_launch",
-    "unblocking",
-]
-
 STACK_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """Signal that makes a rank write its Python stacks: a real-time signal, which other programs do not use."""
 
@@ -209,15 +198,13 @@ def _set_up_and_call(
         torch.cuda.set_device(device)
     take_main_place(*task.main)
     set_run_key(run.key)
-    if task.settings:
-        # Before the payload is opened, which imports the user's modules, whose warnings must be filtered, too.
-        apply_settings(task.settings)
-        quieten_log_streams(me, report)
+    # Before the payload is opened, which imports the user's modules, whose warnings must be filtered, too.
+    apply_settings(task.settings)
+    quieten_log_streams(me, report)
     undo.enter_context(rank_handlers(sender, task.targets, me, report))
-    write_late = receive_modules(task.modules, device, warns=me.local_rank == 0) if task.modules else None
+    write_late = receive_modules(task.modules, device, warns=me.local_rank == 0)
     function = task.handle.open(device, received)
-    if write_late is not None:
-        write_late()
+    write_late()
     if not run.outlives_work:
         undo.callback(leave_group)
     if not dist.is_initialized():

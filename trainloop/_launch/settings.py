@@ -30,21 +30,6 @@ from torch.utils.hooks import RemovableHandle
 from trainloop._support.user_line import set_user_place, user_place, warn
 from trainloop._transfer.pickling import Pickler
 
-__all__ = [
-    "SETTINGS",
-    "SentSettings",
-    "Setting",
-    "SettingsInit",
-    "apply_settings",
-    "dumped_settings",
-    "loggers",
-    "numeric_settings",
-    "read_settings",
-    "standard_stream_of",
-    "write_settings",
-]
-
-
 _LINE = "the line that warnings point to"  # sent with the settings, but not a setting itself: it differs between calls
 
 

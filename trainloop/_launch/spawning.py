@@ -27,8 +27,6 @@ from trainloop._support.user_line import warn
 from trainloop._transfer.result import ResultFile
 from trainloop.distributed.peers import DisturbedStartError
 
-__all__ = ["Ranks", "server_modules"]
-
 _PROC = os.path.isdir("/proc/self/fd")
 
 _POLL_S = 0.1

@@ -23,8 +23,6 @@ from trainloop._transfer.pages import path_of
 from trainloop.distributed import Rank
 from trainloop.resources.enforce import set_variable
 
-__all__ = ["LAUNCH_VARIABLE", "RunSpec", "StartFiles", "Task", "Work", "next_work"]
-
 LAUNCH_VARIABLE = "TRAINLOOP_LAUNCH"
 """Variable with a launch's token, in the environment of its ranks and of all processes that they start."""
 
@@ -125,13 +123,13 @@ class Task:
     handle: PayloadHandle
     fds: tuple[int, ...]
     """Descriptors of the payload, and of the files that the payload refers to."""
-    settings: bytes = b""
+    settings: bytes
     """The caller's :func:`~trainloop._launch.settings.dumped_settings`."""
-    modules: bytes = b""
+    modules: bytes
     """The caller's :func:`~trainloop._launch.module_state.dumped_modules`."""
-    targets: Targets = field(default_factory=Targets)
+    targets: Targets
     """The caller's streams and loggers that need the ranks' output."""
-    main: tuple[str | None, str | None] = (None, None)
+    main: tuple[str | None, str | None]
     """File and module name of the running script; see :func:`~trainloop._launch.main_guard.main_place`."""
 
 

@@ -18,8 +18,6 @@ import torch
 from trainloop._metrics.reducing import Options, StepValues, by_name, step_values, weights_of, with_sum_of_parts
 from trainloop._support.rng import derive_seed
 
-__all__ = ["MOST_THAT_GATHER", "Collectives", "Exchange", "Gathered", "Summed", "exchange_of"]
-
 MOST_THAT_GATHER = 64
 """Maximum number of ranks with exact sums."""
 

@@ -26,8 +26,6 @@ from trainloop._metrics.reducing import (
 from trainloop._metrics.slots import Slots
 from trainloop.errors import ConfigurationError
 
-__all__ = ["LogCall", "EpochEnd", "Recorder", "named_losses"]
-
 
 class LogCall(NamedTuple):
     """The options of ``TTModel.log``, as passed."""
@@ -60,10 +58,10 @@ _COUNT = Options(on_step=False, on_epoch=True, reduce="sum", shared=True, part=N
 class _Series:
     """One metric on this rank: pending values in slots, step values to be exchanged, and the epoch's totals so far."""
 
-    def __init__(self, name: str, options: Options, asked: LogCall | None = None) -> None:
+    def __init__(self, name: str, options: Options) -> None:
         self.name = name
         self.options = options
-        self.asked = asked
+        self.asked: LogCall | None = None
         self.pending: list[tuple[int, Tensor | float, Tensor | float]] = []  # step, value, weight; tensors are slots
         self.latest = math.nan
         self.clear()

@@ -14,20 +14,6 @@ import numpy.typing as npt
 
 from trainloop.errors import ConfigurationError
 
-__all__ = [
-    "REDUCTIONS",
-    "Options",
-    "StepValues",
-    "by_name",
-    "epoch_value",
-    "exact_sum",
-    "reduced",
-    "rows_of",
-    "step_values",
-    "weights_of",
-    "with_sum_of_parts",
-]
-
 REDUCTIONS = ("mean", "sum", "min", "max")
 
 Row = tuple[int, dict[str, float]]

@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LateRead", "Slots"]
-
-
 _FIRST = 16
 
 

@@ -42,24 +42,6 @@ from trainloop._support.signals import signal_numbers
 from trainloop.errors import ConfigurationError
 from trainloop.resources.enforce import THREAD_VARIABLES, set_variable, threads_in
 
-__all__ = [
-    "METHOD_VARIABLE",
-    "SERVER_VARIABLE",
-    "STATUS_LOST",
-    "Call",
-    "NoServerError",
-    "NoOwnServerError",
-    "absolute_path",
-    "begin_server",
-    "chosen_method",
-    "fixed_state",
-    "from_server",
-    "limits",
-    "open_standard_descriptors",
-    "set_threads",
-    "spawned",
-]
-
 METHOD_VARIABLE = "TRAINLOOP_START_METHOD"
 """Environment variable that replaces ``start_method='auto'``, if it is set."""
 

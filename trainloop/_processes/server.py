@@ -18,8 +18,6 @@ from trainloop._processes.fork_server import SERVER_VARIABLE, open_standard_desc
 from trainloop._support.platform import set_blocked_signals
 from trainloop.resources.enforce import set_variable
 
-__all__ = ["started_with"]
-
 started_with: dict[str, str] | None = None
 """The caller's environment when the server started; ``None`` if the server was not started by this package."""
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from trainloop._support.nested import map_parts, map_together
 from trainloop.errors import ConfigurationError
 
-__all__ = ["check_carried", "load_carried_state", "names_of", "places_of", "carried_state_of"]
-
 
 def names_of(module: nn.Module) -> Mapping[str, int]:
     """Return the attributes that a module's ``carried_state`` names, each with the dimension of its columns."""

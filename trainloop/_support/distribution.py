@@ -12,8 +12,6 @@ from typing import Any
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["NAME", "REINSTALL", "import_extra", "pip_install"]
-
 NAME = "tt-trainloop"
 REINSTALL = f"Uninstall both, then install this one again: pip uninstall -y trainloop {NAME}; pip install {NAME}."
 FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

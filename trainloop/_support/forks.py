@@ -8,8 +8,6 @@ import os
 import sys
 import threading
 
-__all__ = ["guard_forks"]
-
 
 @functools.cache
 def guard_forks() -> None:

@@ -12,19 +12,6 @@ from typing import Any, TypeVar, overload
 
 from trainloop.errors import UnknownArgumentError
 
-__all__ = [
-    "attribute_hint",
-    "explain_attribute",
-    "explain_log",
-    "hint",
-    "keywords_of",
-    "nearest",
-    "refuse",
-    "refuses_unknown",
-    "table_of",
-    "why_not",
-]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Names that people type, although they are not similar to ours, and the arguments that they mean here. The first

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["map_parts", "map_together", "packed", "parts_of", "paths_of", "tensors_of", "unpacked", "with_parts"]
-
 _ARRAY = "__array__"
 
 

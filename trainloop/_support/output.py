@@ -11,9 +11,6 @@ from typing import Any
 
 from trainloop._support.user_line import warn
 
-__all__ = ["GuardedStream", "bar_size", "guarded_output", "has_screen", "in_notebook", "unguarded"]
-
-
 _NAMES = ("stdout", "stderr")
 
 

@@ -27,20 +27,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.torch_version import TorchVersion
 
-__all__ = [
-    "ClassLosses",
-    "FunctionCall",
-    "SumRule",
-    "adds_samples",
-    "attach_divisor",
-    "attached_divisor",
-    "class_criteria",
-    "divisor_of",
-    "functional_losses",
-    "has_class_criteria",
-    "sum_rule",
-]
-
 
 @dataclass(frozen=True)
 class SumRule:

@@ -13,22 +13,6 @@ import torch
 
 from trainloop._support.user_line import warn
 
-__all__ = [
-    "Snapshots",
-    "States",
-    "advance",
-    "as_captured",
-    "capture",
-    "derive_seed",
-    "drew",
-    "drew_for_loaders",
-    "isolated",
-    "peek_seed",
-    "read",
-    "restore",
-    "seed_all",
-]
-
 
 def derive_seed(*parts: int | str) -> int:
     """Return a seed in [0, 2**63) that depends on every part, and is the same in all processes and versions.
@@ -125,14 +109,14 @@ def drew(before: States, *, devices: bool = True) -> bool:
     return not _same(one, other)
 
 
-def drew_for_loaders(before: States, most: int = 4) -> bool:
+def drew_for_loaders(before: States) -> bool:
     """Return True if only torch's CPU generator has drawn since ``before``, at most as loaders' iterators do: seeds."""
     now = read(devices=False)
     if not _same([before.python, before.numpy], [now.python, now.numpy]):
         return False
     generator = torch.Generator("cpu")
     generator.set_state(before.torch)
-    for _ in range(most):  # one for each iterator, and one for its order
+    for _ in range(4):  # one for each iterator, and one for its order
         torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
         if torch.equal(generator.get_state(), now.torch):
             return True

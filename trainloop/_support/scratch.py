@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 
 from trainloop._support.platform import fcntl, process_config, user_id
 
-__all__ = ["PREFIX", "Scratch", "name_semaphores", "remove", "remove_dead", "scratch_folder", "temporary_folder"]
-
 PREFIX = "trainloop-mp-"
 _TEMPORARY = "trainloop-tmp-"
 _TOKEN = "launch-"
@@ -61,7 +59,7 @@ def scratch_folder(token: str) -> Iterator[Scratch]:
             pass
         yield scratch
     finally:
-        _remove(scratch, own=True)
+        remove(scratch, own=True)
 
 
 def _parent_of_sockets() -> str:
@@ -88,11 +86,6 @@ def _has_room(nbytes: int) -> bool:
     return usage.free - nbytes >= usage.total / 2
 
 
-def remove(scratch: Scratch) -> None:
-    """Remove the folder of :func:`temporary_folder`."""
-    _remove(scratch, own=False)
-
-
 def _make(prefix: str = PREFIX, parent: str | None = None) -> Scratch:
     while True:
         path = tempfile.mkdtemp(prefix=prefix, dir=parent)
@@ -107,7 +100,8 @@ def _make(prefix: str = PREFIX, parent: str | None = None) -> Scratch:
         # Before the folder was locked, another launch considered it abandoned and removed it.
 
 
-def _remove(scratch: Scratch, *, own: bool) -> None:
+def remove(scratch: Scratch, *, own: bool = False) -> None:
+    """Remove a folder; ``own`` is True for that of a launch of this process."""
     with contextlib.suppress(OSError):
         for name in os.listdir(scratch.path):
             if name.startswith(_TOKEN):
@@ -190,7 +184,7 @@ def remove_dead() -> None:
                     with contextlib.suppress(OSError):
                         lock_fd = _lock(entry.path)
                         if lock_fd is not None:
-                            _remove(Scratch(entry.path, lock_fd), own=False)
+                            remove(Scratch(entry.path, lock_fd))
 
 
 def _is_own_folder(entry: os.DirEntry[str]) -> bool:

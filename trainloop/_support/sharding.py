@@ -20,17 +20,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "BatchPlan",
-    "IdentityOrder",
-    "Order",
-    "PermutedOrder",
-    "StepWeights",
-    "index_blocks",
-    "shard_size",
-    "weigh_step",
-]
-
 Ints = npt.NDArray[np.int64]
 _UInt64s = npt.NDArray[np.uint64]
 

@@ -30,20 +30,6 @@ from weakref import WeakSet
 from trainloop._support.platform import process_config, signals_blocked, unblock_signals
 from trainloop._support.stopping import CHECKPOINT, HANGUP, INTERRUPT, NOTICE, TERMINATE, StopAgreement
 
-__all__ = [
-    "REASON_OF_SIGNAL",
-    "ReceivedSignals",
-    "WorkerInit",
-    "ends_by_sigterm",
-    "names_of",
-    "rank_signals",
-    "signal_numbers",
-    "signals",
-    "started",
-    "status_of",
-    "uninterrupted",
-]
-
 REASON_OF_SIGNAL = {
     "SIGINT": INTERRUPT,
     "SIGTERM": TERMINATE,
@@ -112,7 +98,7 @@ class ReceivedSignals:
 class _Handlers:
     """The handlers of one process, for the outermost context of :func:`signals` in it."""
 
-    def __init__(self, print_line: Callable[[str], None] | None, at_once: bool) -> None:
+    def __init__(self, at_once: bool) -> None:
         self.pid = os.getpid()
         self.received = ReceivedSignals(at_once)
         self.mark = _Mark()
@@ -121,7 +107,6 @@ class _Handlers:
         self.end: type[BaseException] = SystemExit
         self.held = 0
         self.postponed = False
-        self._print = print_line or _print_line
         self._interrupts = 0
         self._users: dict[int, Any] = {}
         self._raised: list[BaseException] = []
@@ -185,7 +170,7 @@ class _Handlers:
                 raise self._raised[0] if self.received.at_once and self._raised else KeyboardInterrupt
             self.postponed = True
             return
-        self._print("Interrupted: training stops after this step. Press Ctrl-C again to stop at once.")
+        _print_line("Interrupted: training stops after this step. Press Ctrl-C again to stop at once.")
 
     def on_request(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self.pid:
@@ -230,7 +215,6 @@ def _handlers_here() -> _Handlers | None:
 def signals(
     stop: StopAgreement | None = None,
     *,
-    print_line: Callable[[str], None] | None = None,
     at_once: bool = False,
     ended: Callable[[], bool] | None = None,
     end: type[BaseException] = SystemExit,
@@ -248,8 +232,6 @@ def signals(
     ----------
     stop : StopAgreement, optional
         The agreement that receives the requests.
-    print_line : callable, optional
-        Function that prints the line; to standard error by default.
     at_once : bool
         True for work without anything to save: each signal raises immediately, ``KeyboardInterrupt`` or, after the
         user's handler, ``SystemExit``. The outermost context decides.
@@ -275,7 +257,7 @@ def signals(
         with handlers.also(stop, ended, end):
             yield handlers.received
         return
-    handlers, before = _Handlers(print_line, at_once), (_outermost, _mark)
+    handlers, before = _Handlers(at_once), (_outermost, _mark)
     try:
         handlers.install()
         _outermost, _mark = handlers, handlers.mark

@@ -26,20 +26,6 @@ from typing import Any
 
 from trainloop._support.platform import process_exists
 
-__all__ = [
-    "CHECKPOINT",
-    "EARLY_STOP",
-    "END_EPOCH",
-    "HANGUP",
-    "INTERRUPT",
-    "NOTICE",
-    "TERMINATE",
-    "GroupStop",
-    "LocalStop",
-    "SharedStop",
-    "StopAgreement",
-]
-
 EARLY_STOP = 1
 """A callback or the user requested the end of training."""
 INTERRUPT = 2

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
-__all__ = ["Place", "described_names", "set_user_place", "user_place", "warn", "warn_or_print"]
-
 _PYTHON = os.path.dirname(contextlib.__file__)
 _BETWEEN = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,  # this package

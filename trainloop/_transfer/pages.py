@@ -15,18 +15,6 @@ from collections.abc import Iterable
 
 from trainloop._support.platform import write_at
 
-__all__ = [
-    "PAGE",
-    "MovedPages",
-    "anonymous_file",
-    "close_file",
-    "evict_clean_pages",
-    "punch_hole",
-    "path_of",
-    "trim",
-    "write_all",
-]
-
 PAGE = mmap.PAGESIZE
 _CHUNK = 32 << 20  # maximum number of bytes that exist twice while memory is moved
 _MAP_COUNT_MARGIN = 8192  # number of mappings left for everything else

@@ -20,8 +20,6 @@ from trainloop._transfer.pickling import Pickler, explained_rebuilding, load_dev
 from trainloop._transfer.unpicklable import explain
 from trainloop.errors import UnpicklableError
 
-__all__ = ["PayloadHandle", "Payload", "pack"]
-
 _MOVED = 64 << 10  # bytes; memory of at least this size is shared in place
 _MOST_MOVED = 8192  # each takes one or two mappings; Linux allows a process 65530
 _ALIGNMENT = 64

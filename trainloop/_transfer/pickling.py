@@ -37,19 +37,6 @@ from torch.utils.data import DataLoader
 from trainloop._transfer.pages import anonymous_file, write_all
 from trainloop._transfer.torch_objects import compile_context_of, reduce_compiled_function, reducer_for
 
-__all__ = [
-    "Fingerprint",
-    "PackedState",
-    "Pickler",
-    "StatePickler",
-    "contents_of_cell",
-    "explained_rebuilding",
-    "load_device",
-    "noting_classes",
-    "pack_state",
-    "unpack_state",
-]
-
 _IN_STREAM = 256  # bytes; a smaller buffer is copied into the stream, since a separate buffer would cost more
 _BLOCK = 64 << 10
 _MOST_OWN = 16 << 20  # bytes of user-shared memory that each rank copies; larger memory is mapped

@@ -28,8 +28,6 @@ from trainloop._support.platform import read_into
 from trainloop._transfer.pages import punch_hole, write_all
 from trainloop._transfer.pickling import StatePickler, explained_rebuilding, load_device
 
-__all__ = ["ResultFile"]
-
 _HEAD = 4  # int64s: offset and size of the stream, offset of the table, number of its entries
 _ALIGNMENT = 64
 

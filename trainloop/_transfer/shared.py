@@ -26,8 +26,6 @@ from trainloop._support.user_line import warn
 from trainloop._transfer.pickling import Fingerprint, contents_of_cell
 from trainloop._transfer.torch_objects import attributes_in, kept_state, optimizer_state, own_attributes, slot_names
 
-__all__ = ["KEPT", "changed_parts", "fingerprint", "fingerprints", "put_into", "shared_parts"]
-
 _MOST_PARTS = 20_000
 _LONG = 1000  # items; a longer list is treated as data, and is sent as a whole
 _MISSING = object()

@@ -21,19 +21,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-__all__ = [
-    "compile_context_of",
-    "optimizer_state",
-    "reduce_compiled_function",
-    "reducer_for",
-    "attributes_in",
-    "kept_attributes",
-    "kept_state",
-    "own_attributes",
-    "slot_names",
-    "unparametrized_class",
-]
-
 _EVAL_FRAME = "torch._dynamo.eval_frame"
 
 

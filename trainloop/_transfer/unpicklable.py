@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from trainloop._transfer.pickling import Pickler
 from trainloop._transfer.torch_objects import optimizer_state
 
-__all__ = ["Unpicklable", "explain", "find_unpicklable"]
-
 _MOST_FOUND = 5
 _MOST_VISITED = 2000
 

@@ -15,8 +15,6 @@ from trainloop.checkpoint.sharded import STATE, StoredTensor, narrowed, parts_of
 from trainloop.checkpoint.storage import temporary_name
 from trainloop.errors import CheckpointError, ConfigurationError
 
-__all__ = ["export", "export_from"]
-
 # Names of the dtypes in the safetensors format.
 _DTYPES = {
     torch.float64: "F64",

@@ -24,27 +24,6 @@ from trainloop.checkpoint.storage import Folder, folder, split_file
 from trainloop.errors import CheckpointError
 from trainloop.parallel.sharded.shards import bit_sums, is_sharded, with_items
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointInfo",
-    "best",
-    "check_exists",
-    "checkpoint_name",
-    "checkpoints",
-    "load",
-    "load_newest",
-    "load_weights",
-    "mark_newest",
-    "read_info",
-    "save",
-    "save_weights",
-    "Bits",
-    "bits_of",
-    "changed",
-    "names_under",
-    "without",
-]
-
 _SUFFIX = ".pt"
 _NAME = re.compile(r"checkpoint-epoch=\d+-step=\d+(_\d+)?(\.pt)?")  # the name of a folder has no suffix
 # A file that contains the name of the newest checkpoint, to notice if that checkpoint is lost. Reading a checkpoint

@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainloop.errors import CheckpointError
 
-__all__ = ["HostCopy", "pinned_like", "plain"]
-
 _UNCHANGED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 _BASES: Any = (int, float, complex, bytes)

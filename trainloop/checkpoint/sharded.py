@@ -38,25 +38,6 @@ from trainloop.parallel.sharded.shards import (
     with_items,
 )
 
-__all__ = [
-    "MARK",
-    "STATE",
-    "StoredTensor",
-    "empty_buffers",
-    "fill_empty_buffers",
-    "fitted",
-    "load_model",
-    "narrowed",
-    "new_folder",
-    "parts_of",
-    "publish",
-    "remove_folder",
-    "size_and_checksum",
-    "stored_tensors",
-    "verify_files",
-    "whole_of",
-]
-
 STATE = "state.pt"
 MARK = "trainloop.shard"
 """Key of a reference in ``state.pt``; its value is the tensor's name."""

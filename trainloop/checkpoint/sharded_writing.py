@@ -27,8 +27,6 @@ from trainloop.checkpoint.sharded import MARK, STATE, new_folder, publish, size_
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.sharded.shards import ShardSlice, is_first_replica, is_sharded, local_shard, map_items, slice_of
 
-__all__ = ["FolderWriting", "check_offered"]
-
 _REPORTED = ".reported-by-{}"
 _FAILED = ".failed-by-{}-"  # followed by the reason: a full disk still has room for file names, but not for content
 _MAX_REASON = 180  # bytes; a name may have 255

@@ -26,8 +26,6 @@ from trainloop._support.distribution import import_extra, pip_install
 from trainloop._support.platform import fcntl, running_system
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Folder", "folder", "split_file", "sync_directory", "temporary_name", "why_not_writable"]
-
 _TEMPORARY = ".tmp"
 # Protocols whose files become visible at commit() if they are opened with autocommit=False. So no rename is needed; it
 # would copy the file.

@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["interface_of", "listener_at", "local_address", "rendezvous_point"]
-
 
 def rendezvous_point(init_method: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Return host and port from ``tcp://host:port``, or from ``MASTER_ADDR`` and ``MASTER_PORT``.

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-__all__ = ["Malformed", "NotPlain", "decode", "dumps", "encode", "loads"]
-
 
 class NotPlain(TypeError):
     """The object can't be read without executing code. The error names a class or function that reading it needs."""

@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from trainloop._support.platform import user_id
 from trainloop.errors import ConfigurationError
 
-__all__ = ["KEY_VARIABLE", "SharedKey", "key_from_environment", "new_key", "run_key", "set_run_key"]
-
 KEY_VARIABLE = "TRAINLOOP_KEY"
 _LEAST = 32  # characters: 128 bits if they are hexadecimal
 _ADVICE = 'Create one with: python -c "import secrets; print(secrets.token_hex(32))"'

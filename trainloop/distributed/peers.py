@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from trainloop._support.platform import user_id, user_name
 
-__all__ = ["DisturbedStartError", "only_trusted_peers"]
-
 _ESTABLISHED, _LISTEN = "01", "0A"
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 

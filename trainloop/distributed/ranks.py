@@ -149,10 +149,9 @@ def leave_group(*, failed: bool = False) -> None:
         _destroy_group()
         return
     with contextlib.suppress(Exception):  # report only the original failure
-        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-        if abort is not None and "nccl" in str(dist.get_backend_config()):
+        if "nccl" in str(dist.get_backend_config()):
             # Without the argument, torch 2.6.0 aborts only the default group, and leaves it half registered.
-            abort(dist.group.WORLD)
+            dist.distributed_c10d._abort_process_group(dist.group.WORLD)
         else:
             _destroy_group()
 

@@ -30,8 +30,6 @@ from trainloop.distributed.key import KEY_VARIABLE, SharedKey, new_key, run_key
 from trainloop.errors import ConfigurationError, UnpicklableError
 from trainloop.resources.machine import physical_memory
 
-__all__ = ["BLOCK", "CALLS", "SAME_CALLS", "Form", "Message", "Session", "decoded", "encoded"]
-
 _FIELDS = struct.Struct("<4sBBIQQ")
 _TAG = 32
 _HEAD = _FIELDS.size + 2 * _TAG

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from trainloop.doctor import checks, probe
 from trainloop.doctor.checks import Check
 
-__all__ = ["Report", "examine"]
-
 
 @dataclass(frozen=True)
 class Report:

@@ -14,8 +14,6 @@ from trainloop._support.reduction import attach_divisor, attached_divisor
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import MultiOptimizer, listed
 
-__all__ = ["MultiLoss", "check_weight", "split_yielded", "weighed"]
-
 
 class MultiLoss(Mapping[str, Tensor]):
     """Named losses of one batch, each for one optimizer of a :class:`MultiOptimizer`.

@@ -12,21 +12,6 @@ from torch.optim import Optimizer
 
 from trainloop.errors import ConfigurationError
 
-__all__ = [
-    "MultiOptimizer",
-    "all_optimizers",
-    "drop_gradients",
-    "explain_no_graph",
-    "inner_optimizers",
-    "is_scheduled",
-    "is_watched",
-    "listed",
-    "needs_closure",
-    "note_steps_elsewhere",
-    "optimizers_of",
-    "parameters_of",
-]
-
 
 class MultiOptimizer:
     """Several optimizers that step together, each for its own losses of a :class:`MultiLoss`.

@@ -16,17 +16,6 @@ from torch.optim import Optimizer
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import MultiOptimizer, optimizers_of, parameters_of
 
-__all__ = [
-    "criterion_module",
-    "criterion_modules",
-    "explain_sparse",
-    "named_trained_parameters",
-    "note_registrations",
-    "own_parameters",
-    "trained_modules",
-    "trained_parameters",
-]
-
 
 def criterion_module(criterion: Any) -> nn.Module | None:
     """Return a criterion as one module: itself, or a module of all modules in its dicts and lists, by their keys.

@@ -12,16 +12,6 @@ from torch.optim import Optimizer
 from trainloop._support.nested import map_parts, parts_of
 from trainloop.optim.optimizers import MultiOptimizer, inner_optimizers, optimizers_of
 
-__all__ = [
-    "divides_state",
-    "gather_divided_states",
-    "in_order_of",
-    "load_optimizer_state_dict",
-    "optimizer_state_dict",
-    "saved_groups",
-    "with_group_settings",
-]
-
 
 def gather_divided_states(optimizer: Optimizer | MultiOptimizer | None) -> None:
     """Collect on rank 0 the states that optimizers divide over ranks, such as ``ZeroRedundancyOptimizer``. Collective.

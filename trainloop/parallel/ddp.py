@@ -33,14 +33,6 @@ from trainloop.parallel.transparent import (
     with_plain_dicts,
 )
 
-__all__ = [
-    "TTDistributedDataParallel",
-    "WeighingDataParallel",
-    "cloned_gradient",
-    "comm_hooks_of",
-    "reduce_gradients",
-]
-
 
 class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     """A ``DistributedDataParallel`` that runs a model's ``get_loss`` the way it runs ``forward``.

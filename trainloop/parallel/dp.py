@@ -30,8 +30,6 @@ from trainloop.parallel.replicas import scatter as parts
 from trainloop.parallel.replicas.attributes import SetAttributes, WatchedTensors, explain_replica
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, copy_attributes
 
-__all__ = ["TTDataParallel"]
-
 _T = TypeVar("_T")
 
 

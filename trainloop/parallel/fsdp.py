@@ -54,8 +54,6 @@ from trainloop.parallel.transparent import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["TTFullyShardedDataParallel"]
-
 
 class _Marks:
     """Attributes that code has set on a unit's parameters: torch gathers them into parameters without these.

@@ -10,8 +10,6 @@ from typing import Any
 from trainloop._support.distribution import pip_install
 from trainloop.errors import ConfigurationError
 
-__all__ = ["find_picture_model", "find_text_model", "import_library"]
-
 _FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]
 _HINTS = {
     "timm": ", with a torchvision of the same build as torch. Pictures need no timm if 'model' is a folder of a "

@@ -17,8 +17,6 @@ from trainloop.errors import ConfigurationError
 from trainloop.model import TTBasicModel
 from trainloop.pretrained.finding import find_picture_model, find_text_model, import_library
 
-__all__ = ["PictureFiles", "PictureModel", "TextModel"]
-
 
 class TextModel(TTBasicModel):
     """A transformers model that predicts a score for each class, or numbers, from texts.

@@ -24,16 +24,6 @@ from trainloop.resources.quota import ResourceQuota, Resources, check_one_model,
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "applied",
-    "cap_workers",
-    "check_quota",
-    "child_environment",
-    "cpu_shares",
-    "devices_under",
-    "free_cpus",
-]
-
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -393,9 +383,7 @@ def _limit_gpu_memory(quota: ResourceQuota, device: torch.device | None, undo: c
         return
     import torch
 
-    before = 1.0
-    if hasattr(torch.cuda, "get_per_process_memory_fraction"):
-        before = torch.cuda.get_per_process_memory_fraction(device)
+    before = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(float(fraction), device)
     undo.callback(torch.cuda.set_per_process_memory_fraction, before, device)
 

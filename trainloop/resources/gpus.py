@@ -19,8 +19,6 @@ from trainloop._support.user_line import warn
 from trainloop.errors import DeviceError, ResourceError
 from trainloop.resources import lease
 
-__all__ = ["child_mask", "gpu_or_cpu", "lease_usable", "names", "other_processes", "visible_devices"]
-
 T = TypeVar("T")
 
 # Error texts of LightGBM, XGBoost, CatBoost, torch and this package for 'no GPU build' and 'no device'. The pattern is

@@ -35,8 +35,6 @@ from trainloop.errors import ResourceError
 if TYPE_CHECKING:
     import filelock
 
-__all__ = ["Lease", "Request", "UnsafeFolderError", "acquire", "folder", "inherit", "inherited", "one_at_a_time"]
-
 _POLL_S = (0.02, 0.25)  # first and longest interval between two attempts of a waiting run
 _DAY_S = 86400.0
 _LOCK_TIMEOUT_S = 60.0  # longest wait for the folder's lock, which is normally held for milliseconds

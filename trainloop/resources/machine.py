@@ -18,8 +18,6 @@ from trainloop._support import platform
 from trainloop.resources.gpus import visible_devices
 from trainloop.resources.quota import Limit, Resources
 
-__all__ = ["available", "physical_memory"]
-
 _CPU_VARIABLES = ("SLURM_CPUS_PER_TASK", "LOKY_MAX_CPU_COUNT", "TRAINLOOP_NUM_CPUS")
 
 

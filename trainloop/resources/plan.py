@@ -26,8 +26,6 @@ from trainloop.resources.quota import (
     format_bytes,
 )
 
-__all__ = ["Plan", "hold", "place", "plan"]
-
 _NAMES = ("num_cpus", "num_gpus", "memory")
 _UNBOUNDED = 10**9
 _MAX_SEARCHED = 16  # largest number of unequal fractions for which all assignments are tried

@@ -16,20 +16,6 @@ from typing import Literal, NamedTuple
 from trainloop._support.keywords import refuses_unknown
 from trainloop.errors import ResourceError
 
-__all__ = [
-    "Limit",
-    "ResourceQuota",
-    "Resources",
-    "as_number",
-    "as_text",
-    "check_one_model",
-    "checked_count",
-    "exact",
-    "format_bytes",
-    "is_auto",
-    "parse_memory",
-]
-
 Auto = Literal["auto"]
 
 

@@ -19,8 +19,6 @@ from pandas.api import types
 from trainloop.errors import ConfigurationError
 from trainloop.extending import warn
 
-__all__ = ["Columns", "Kind", "Rows", "floats", "read_table", "scalars"]
-
 Kind = Literal["number", "boolean", "category", "date", "text", "picture"]
 Rows = np.ndarray[Any, Any]
 
@@ -169,10 +167,10 @@ def scalars(name: object, what: str) -> Iterator[None]:
         ) from error
 
 
-def _listed(names: Iterable[object], most: int = 12) -> str:
+def _listed(names: Iterable[object]) -> str:
     """List names for an error message; the list is shortened if it is long."""
     texts = [repr(str(name)) for name in names]
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+    return ", ".join(texts[:12]) + (f" and {len(texts) - 12} more" if len(texts) > 12 else "")
 
 
 # -- kinds of columns ------------------------------------------------------------------------------------------------

@@ -15,8 +15,6 @@ from trainloop.tabular.targets import Target, Task, find_metric
 from trainloop.tuning import BaggedPredictor
 from trainloop.tuning.scoring import Scorer, ensemble_weights
 
-__all__ = ["Ensemble", "Trained"]
-
 _NAME = "WeightedEnsemble_L2"
 
 

@@ -25,8 +25,6 @@ from trainloop.tabular.columns import Columns, Rows
 from trainloop.tabular.targets import Target
 from trainloop.tuning import seconds_left
 
-__all__ = ["Adapter", "Estimator", "Given", "GradientBoosting", "extra_trees", "forest", "linear", "matrix"]
-
 _TREE_BY_TREE = ("n_estimators", "warm_start")  # attributes of estimators that can add trees to a fitted forest
 _LOSS_PARAMETERS = {"objective", "objective_type", "app", "application", "loss", "metric", "metrics", "metric_types"}
 

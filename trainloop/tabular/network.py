@@ -20,8 +20,6 @@ from trainloop.tabular.models import Adapter, Given, matrix
 from trainloop.train_loop import TrainLoop
 from trainloop.tuning import seconds_left
 
-__all__ = ["Network", "NeuralAdapter", "OwnNetwork", "PictureNetwork", "TextNetwork"]
-
 _MAX_CACHED_BYTES = 2**29  # maximum total size in bytes of decoded pictures that stay in memory
 _TRAINING = {"learning_rate": 1e-3, "weight_decay": 1e-4, "num_epochs": 300, "patience": 20, "batch_size": None}
 

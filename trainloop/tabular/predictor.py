@@ -32,8 +32,6 @@ from trainloop.tuning import EstimatorLoop, Fold, Trial, tune
 from trainloop.tuning.result import short
 from trainloop.tuning.storage import read_checked, write_checked
 
-__all__ = ["TabularPredictor"]
-
 Data: TypeAlias = pd.DataFrame | str | os.PathLike[str]
 
 _WHAT = ("tabular predictor", 4)

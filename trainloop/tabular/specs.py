@@ -35,16 +35,6 @@ from trainloop.tuning import Choice, Integers, Uniform
 from trainloop.tuning.local import machine_total
 from trainloop.tuning.space import make_searcher
 
-__all__ = [
-    "Options",
-    "Spec",
-    "get_hyperparameter_config",
-    "list_image_models",
-    "list_text_presets",
-    "parse_hyperparameters",
-    "parse_options",
-]
-
 # -- presets ---------------------------------------------------------------------------------------------------------
 
 _LARGE = {"learning_rate": 0.03, "num_leaves": 128, "feature_fraction": 0.9, "min_data_in_leaf": 3}

@@ -15,8 +15,6 @@ from trainloop.tabular.columns import Columns, Rows, floats, read_table, scalars
 from trainloop.tuning.folds import make_folds
 from trainloop.tuning.scoring import Scorer, scorer
 
-__all__ = ["METRICS", "Problem", "Target", "Task", "find_metric", "held_out_rows", "labelled_rows"]
-
 Problem = Literal["binary", "multiclass", "regression"]
 
 _OF_CLASSES = {name: name for name in ("accuracy", "balanced_accuracy", "f1_macro", "f1_weighted")}

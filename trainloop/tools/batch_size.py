@@ -26,8 +26,6 @@ from trainloop.tools.trial import require_training_parts, trial_of, wrapper_args
 from trainloop.train_loop.execution.execute import untouched
 from trainloop.train_loop.loop import TrainLoop
 
-__all__ = ["BatchSizes", "find_batch_size"]
-
 
 @dataclass(frozen=True)
 class BatchSizes:

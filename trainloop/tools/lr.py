@@ -19,8 +19,6 @@ from trainloop.tools.trial import require_training_parts, trial_of, wrapper_args
 from trainloop.train_loop.execution.execute import untouched
 from trainloop.train_loop.loop import TrainLoop
 
-__all__ = ["LearningRates", "find_lr"]
-
 SMOOTHING = 0.9
 """Weight of the previous mean in the smoothed loss. The mean covers about ten steps."""
 SKIPPED = 5

@@ -28,8 +28,6 @@ from trainloop.train_loop.run.evaluating import evaluating
 from trainloop.train_loop.run.losses import loss_of
 from trainloop.train_loop.training.trained import not_optimized
 
-__all__ = ["Layer", "Summary", "summary"]
-
 
 @dataclass(frozen=True)
 class Layer:

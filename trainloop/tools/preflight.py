@@ -35,6 +35,7 @@ from trainloop.optim.optimizers import optimizers_of
 from trainloop.optim.parameters import own_parameters, trained_modules
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.parallel.replicas.scatter import NotDivisibleError, chunk_sizes, scatter
+from trainloop.parallel.sharded.shards import bytes_of
 from trainloop.parallel.sharded.units import units_of
 from trainloop.resources.quota import format_bytes
 from trainloop.tools.trial import copies, first_batch, require_training_parts, samples_in
@@ -179,14 +180,15 @@ def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
     """Describe the sharded units, the bytes of one rank's shards, and the bytes that are gathered at the same time."""
     ranks = loop.run_config.num_ranks
     parts = max(ranks // sharding.get("replicas", 1), 1)
-    units = {name: sum(map(_bytes, own_parameters(unit))) for name, unit in units_of(loop.model, sharding.get("shard"))}
-    total = sum(map(_bytes, own_parameters(loop.model)))
+    shard = sharding.get("shard")
+    units = {name: sum(map(bytes_of, own_parameters(unit))) for name, unit in units_of(loop.model, shard)}
+    total = sum(map(bytes_of, own_parameters(loop.model)))
     if not units and ranks > 1:
         raise _Found(
             f"no repeated blocks: the whole model ({format_bytes(total)}) is gathered on each rank for each step. Pass "
             "the class of its blocks: fit(fsdp_model_args={'shard': [Block]})."
         )
-    gradients = sum(_bytes(p) for p in own_parameters(loop.model) if p.requires_grad)
+    gradients = sum(bytes_of(p) for p in own_parameters(loop.model) if p.requires_grad)
     root, largest = total - sum(units.values()), max(units.values(), default=0)
     return (
         f"units: {described_names([*units, 'the root'])}. Each of {ranks} ranks holds {format_bytes(total // parts)} "
@@ -197,10 +199,6 @@ def preflight_shards(loop: TrainLoop[Any], sharding: dict[str, Any]) -> str:
 
 def _mode_of_ranks(loop: TrainLoop[Any]) -> GpuMode:
     return "fsdp" if loop.gpu_mode == "fsdp" else "ddp"
-
-
-def _bytes(parameter: Tensor) -> int:
-    return parameter.numel() * parameter.element_size()
 
 
 def _sendable(loop: TrainLoop[Any]) -> str:

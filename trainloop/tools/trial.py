@@ -22,8 +22,6 @@ from trainloop.parallel.transparent import attributes_of
 from trainloop.train_loop.arguments.checks import loader_batch_size
 from trainloop.train_loop.loop import TrainLoop
 
-__all__ = ["copies", "first_batch", "require_training_parts", "samples_in", "trial_of", "wrapper_args_of"]
-
 
 def require_training_parts(loop: TrainLoop[Any], who: str) -> None:
     """Raise an error if the loop can't train, or is running.

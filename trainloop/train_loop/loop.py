@@ -84,8 +84,6 @@ if TYPE_CHECKING:
     from trainloop.tools.preflight import PreflightReport
     from trainloop.tools.replay import Replay
 
-__all__ = ["TrainLoop"]
-
 
 class TrainLoop(LoopState, Generic[ModelT]):
     """Train a :class:`TTModel` on one device or many, with the same script and the same results.

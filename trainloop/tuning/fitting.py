@@ -17,8 +17,6 @@ from trainloop.extending import import_extra
 from trainloop.train_loop.loop import TrainLoop
 from trainloop.tuning.folds import Fold
 
-__all__ = ["EstimatorLoop", "Outcome", "combine", "fit", "learn_rows", "predict_with"]
-
 Metric = str | Callable[[Any, Any], float]
 
 DEFAULT_EPOCHS = 10

@@ -11,8 +11,6 @@ import numpy as np
 
 from trainloop.errors import ConfigurationError
 
-__all__ = ["Fold", "class_targets", "digest", "make_folds", "num_rows", "own_folds"]
-
 
 @dataclass(frozen=True, eq=False)
 class Fold:

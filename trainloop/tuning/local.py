@@ -29,8 +29,6 @@ from trainloop.tuning.worker import Job, train_fold
 
 logger = logging.getLogger("trainloop")
 
-__all__ = ["Child", "LocalBackend", "lease_total", "machine_total", "note_end"]
-
 
 def machine_total(total: ResourceQuota | None) -> ResourceQuota:
     machine = available()

@@ -27,8 +27,6 @@ from trainloop.tuning.local import Child, note_end
 from trainloop.tuning.storage import write_bytes
 from trainloop.tuning.worker import Job
 
-__all__ = ["RayBackend"]
-
 _RESULTS = ("result.pkl", "predictions.pkl", "model.pkl", "error.txt", "log.txt")
 _RETRIES = 3  # maximum number of restarts of a task whose node or worker is lost
 

@@ -19,14 +19,6 @@ from trainloop.tuning.fitting import align, is_number
 from trainloop.tuning.folds import Fold
 from trainloop.tuning.storage import read, read_checked, write_checked
 
-__all__ = [
-    "Trial",
-    "TuneResult",
-    "best_of",
-    "short",
-    "BaggedPredictor",
-]
-
 State = Literal["done", "partial", "failed", "interrupted"]
 
 

@@ -36,8 +36,6 @@ from trainloop.tuning.space import OptunaSearcher, Searcher, make_searcher
 from trainloop.tuning.storage import Storage, make_folder, read, write
 from trainloop.tuning.worker import Job
 
-__all__ = ["tune"]
-
 _TRAINING_SHARE = 0.9  # fraction of a model's time for training; the rest of the time is for predictions and files
 
 

@@ -17,8 +17,6 @@ import numpy as np
 from trainloop.errors import ConfigurationError
 from trainloop.extending import import_extra
 
-__all__ = ["Choice", "Integers", "OptunaSearcher", "Searcher", "Uniform", "make_searcher", "parse_space"]
-
 _ENUMERABLE = 1_000_000  # in spaces with at most this many settings, a random search tries no setting twice
 
 

@@ -38,18 +38,6 @@ from trainloop.errors import CheckpointError, ConfigurationError, UnpicklableErr
 if TYPE_CHECKING:
     import filelock
 
-__all__ = [
-    "Storage",
-    "dumps",
-    "make_folder",
-    "read",
-    "read_checked",
-    "read_own",
-    "write",
-    "write_bytes",
-    "write_checked",
-]
-
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 

@@ -24,8 +24,6 @@ from trainloop.resources import ResourceQuota, enforce, lease
 from trainloop.tuning import fitting
 from trainloop.tuning.storage import read, write, write_bytes
 
-__all__ = ["Job", "seconds_left", "train_fold"]
-
 _MIN_LEFT_S = 1e-3
 _until: float | None = None  # time.time() at which this process should end training; None without a time limit
 

@@ -71,7 +71,7 @@ def test_the_first_line_that_is_not_shown_is_reported_once(
     monkeypatch.setenv("TRAINLOOP_ALL_RANKS_OUTPUT", variable)
     for rank in (0, 2, 1, 2):
         me = Rank(rank=rank, world_size=3)
-        with rank_streams(me, report=Report(str(tmp_path / "claims"))):
+        with rank_streams(me, None, Targets(), Report(str(tmp_path / "claims"))):
             print("x =", rank)
             print("again")
     if variable == "1":

@@ -13,8 +13,6 @@ from trainloop._support.signals import started
 from trainloop.data.batch.stops import guard_stop_iteration
 from trainloop.errors import UnpicklableError
 
-__all__ = ["start_reading", "started_with_workers"]
-
 _FUNCTIONS = ("collate_fn", "worker_init_fn")
 
 

@@ -13,8 +13,6 @@ from trainloop.data.order.orders import generators_of, kept_in_checkpoints, set_
 from trainloop.data.source.indexed import Indexed
 from trainloop.data.source.sources import Source
 
-__all__ = ["FeedPosition"]
-
 _LIVE = object()  # represents the source's current position
 
 

@@ -24,8 +24,6 @@ from trainloop.data.loader.loaders import has_own_length, is_stream, plain_batch
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of, parts_of_loader
 
-__all__ = ["KeptIterators", "LoaderMarks"]
-
 # Classes of torch whose attributes determine what is read; for other classes, only their lengths are compared, since an
 # attribute of the user's may change with every sample.
 _TORCHS = (

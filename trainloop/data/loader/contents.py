@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from trainloop._support.rng import derive_seed
 from trainloop.data.order.orders import datasets_of, length_of
 
-__all__ = ["contents_of"]
-
 _MOST = 200  # values of one list: a shuffled list differs in nearly all of them
 
 

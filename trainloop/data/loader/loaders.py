@@ -405,7 +405,7 @@ def check_trains(loader: Any, world_size: int, name: str) -> None:
         raise ConfigurationError(
             f"{name} has no samples: its dataset or sampler has length 0. Training needs at least one sample."
         )
-    if samples == 0 and (batches is None and not isinstance(loader, DataLoader)):
+    if samples == 0 and not isinstance(loader, DataLoader):
         raise ConfigurationError(f"{name} has no batches: its length is 0. Training needs at least one batch.")
     if batches is not None and batches.drop_last and samples is not None:
         needed = batches.batch_size * (1 if is_distributed(loader) else world_size)

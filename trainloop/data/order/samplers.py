@@ -133,7 +133,6 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
         self.num_replicas = world_size
         self.drop_last = drop_last
         self.seed = seed
-        self.epoch = 0
         length = length_of(sampler)
         self.plan = None if length is None else BatchPlan(length, batch_size, world_size, drop_last)
         if self.plan is not None:

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.sharded.shards import bit_sums, dense_parts
 
-__all__ = ["SetAttributes", "WatchedTensors", "explain_replica"]
-
 
 class WatchedTensors:
     """Find buffers and parameters that ``get_loss`` changes: a replica computes them from its part of the batch.

@@ -17,20 +17,6 @@ from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.sharded.shards import bit_sums, is_sharded, local_shard, stays_whole
 
-__all__ = [
-    "RefusesLostChanges",
-    "WatchedForwards",
-    "explain_deepcopy",
-    "explain_sharded",
-    "is_compiled",
-    "is_of_shards",
-    "refuse_gradients_of_shards",
-    "refuse_other_parameters",
-    "refuse_shards_in_functions",
-    "used_outside_of_forward",
-]
-
-
 # In torch's errors about operations that can't work with a shard.
 _OF_SHARDS = (
     "DTensor",

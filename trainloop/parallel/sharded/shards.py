@@ -17,35 +17,6 @@ from torch import Tensor, nn
 from trainloop.distributed.tensors import reduce_in_place
 from trainloop.errors import ConfigurationError
 
-__all__ = [
-    "References",
-    "bytes_of",
-    "dense_parts",
-    "MARKS",
-    "ShardSlice",
-    "bit_sums",
-    "slice_of",
-    "clip_gradients",
-    "free",
-    "gathered",
-    "is_first_replica",
-    "is_mark_of_sharding",
-    "is_sharded",
-    "resolved",
-    "local_shard",
-    "map_items",
-    "map_tensors",
-    "norms_over_ranks",
-    "write_shard",
-    "shard_like",
-    "spread_like",
-    "stays_whole",
-    "step_shards",
-    "full_tensor",
-    "with_items",
-]
-
-
 ShardSlice = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a part of a tensor, by dimension."""
 

@@ -22,18 +22,6 @@ from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.sharded.shards import MARKS
 
-__all__ = [
-    "CompleteUnits",
-    "can_undo",
-    "check_cpu",
-    "correct_operations",
-    "drop_gathered_gradients",
-    "parameter_groups",
-    "reduce_late_gradients",
-    "undo_fully_shard",
-]
-
-
 _ON_CPU = "2.10"  # the first torch whose numbers on the CPU are right
 _NEEDED = {
     "torch.distributed._composable_state": ("_module_state_mapping",),

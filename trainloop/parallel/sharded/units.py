@@ -13,8 +13,6 @@ from trainloop._support.keywords import why_not
 from trainloop.errors import ConfigurationError
 from trainloop.optim.parameters import own_parameters
 
-__all__ = ["check_dtypes", "units_of"]
-
 
 def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]]:
     """Return the modules that are separate units, with their names. The root unit, which has the rest, is not listed.

@@ -382,7 +382,7 @@ def check_fit_parts(
 
 def check_not_empty(loader: Any, name: str) -> None:
     """Raise an error for a loader that is known to have no batches."""
-    if loader is None or loader_length(loader) != 0:
+    if loader is None or length_of(loader) != 0:
         return
     if isinstance(loader, DataLoader) and not loader.drop_last and length_of(loader.dataset):
         sampler = loader.sampler if loader.batch_size is not None else loader.batch_sampler
@@ -482,11 +482,6 @@ def short(value: Any) -> str:
     if isinstance(value, (nn.Module, torch.optim.Optimizer, MultiOptimizer)):
         return f"{type(value).__name__}(...)"
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def loader_length(loader: Any) -> int | None:
-    """Return the number of batches in an epoch, or ``None`` if it is unknown: a ``__len__`` may raise any error."""
-    return length_of(loader)
 
 
 def loader_batch_size(loader: Any) -> int | None:

@@ -14,8 +14,6 @@ from trainloop.resources.enforce import devices_under
 from trainloop.train_loop.arguments.checks import check_bool, check_count
 from trainloop.train_loop.arguments.options import Options
 
-__all__ = ["Request", "requested"]
-
 
 @dataclass(frozen=True)
 class Request:

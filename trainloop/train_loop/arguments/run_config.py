@@ -20,8 +20,6 @@ from trainloop.train_loop.arguments.checks import short
 from trainloop.train_loop.arguments.devices import requested
 from trainloop.train_loop.arguments.options import Options
 
-__all__ = ["RunConfig", "run_config_under_launcher", "check_backend", "check_rendezvous_point", "run_config_of"]
-
 
 @dataclass(frozen=True)
 class RunConfig:

@@ -48,8 +48,6 @@ from trainloop.train_loop.training.whole_step import WholeStepTraining
 if TYPE_CHECKING:
     from trainloop.train_loop.progress.restart_folder import RestartFolder
 
-__all__ = ["execute", "sent_parts", "untouched"]
-
 
 def execute(loop: LoopState, work: Callable[..., Any], *args: Any, job: FitJob | None = None) -> Any:
     """Call ``work(run, *args)`` on a run created in this process or, in ``ddp`` and ``fsdp``, in every rank.
@@ -137,6 +135,11 @@ def _in_ranks(loop: LoopState, work: Callable[..., Any], args: tuple[Any, ...], 
             take_rescued=None if job is None else partial(_receive_rescued, loop, caller_side),
             **options,
         )
+    return _receive(caller_side, data)
+
+
+def _receive(caller_side: CallerSide, data: Any) -> Any:
+    """Write the state of a rank into the caller's objects, and return the work's result."""
     with uninterrupted():  # a mixture of new and old state would be useless
         result, randomness = caller_side.receive(data)
         if randomness is not None:
@@ -146,10 +149,7 @@ def _in_ranks(loop: LoopState, work: Callable[..., Any], args: tuple[Any, ...], 
 
 def _receive_rescued(loop: LoopState, caller_side: CallerSide, data: Any) -> str:
     """Write the state of the last finished step into the caller's objects; return a sentence about it."""
-    with uninterrupted():
-        _, randomness = caller_side.receive(data)
-        if randomness is not None:
-            rng.restore(randomness)
+    _receive(caller_side, data)
     return f"Your model has the weights of the last finished step ({loop.global_step})."
 
 

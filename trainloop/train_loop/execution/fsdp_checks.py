@@ -18,8 +18,6 @@ from trainloop.parallel.sharded.units import check_dtypes, units_of
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.training.trained import hooked_parameters
 
-__all__ = ["check_shardable"]
-
 # These optimizers need a full parameter at once, or use in-place operations that DTensor lacks (torch 2.13).
 _NOT_SHARDABLE = ("LBFGS", "SparseAdam", "Adafactor", "Rprop", "Muon")
 _FUSED = ("Adam", "AdamW")  # the kernel of these optimizers supports DTensor

@@ -26,8 +26,6 @@ from trainloop.parallel.transparent import attributes_of
 from trainloop.train_loop.progress.loop_state import LoopState, added_attributes
 from trainloop.train_loop.saving.script_values import given_functions, put_script_values, script_values
 
-__all__ = ["CallerSide", "RankSide", "loaders_of"]
-
 COUNTERS = (
     *("epoch", "global_step", "total_iteration_idx", "timings_of_last_fit", "last_loss", "own_optimizer_states"),
     *("cut", "early_stop", "ends"),  # in this order: setting early_stop changes ends

@@ -14,8 +14,6 @@ from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.run.row_files import PredictionStream, RowFiles, rows_folder
 from trainloop.train_loop.run.run import Run
 
-__all__ = ["predict"]
-
 
 def predict(
     loop: LoopState,

@@ -31,8 +31,6 @@ from trainloop.train_loop.arguments.options import Restart, RestartOptions
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.restart_folder import RestartFolder, RestartOrder, restart_line
 
-__all__ = ["Supervisor"]
-
 logger = logging.getLogger("trainloop")
 
 _ROOM = 3  # two checkpoints, and the files of the run itself

@@ -11,8 +11,6 @@ from typing import Any
 from trainloop._support.output import bar_size, has_screen
 from trainloop.train_loop.progress.timings import Timings
 
-__all__ = ["Display"]
-
 logger = logging.getLogger("trainloop")
 
 REDRAW_S = 0.1

@@ -9,8 +9,6 @@ from trainloop.callbacks.base import Saver, matched_entries
 from trainloop.train_loop.arguments.options import End
 from trainloop.train_loop.progress.loop_state import LoopState
 
-__all__ = ["described_ends", "described_signals", "end_that_holds", "has_work_at_end", "nothing_left"]
-
 
 def described_ends(ends: Sequence[End], epoch: int) -> str:
     """Return a line that gives the reason why training ended after ``epoch``, which is counted from 1."""

@@ -31,8 +31,6 @@ from trainloop.train_loop.progress.display import Display
 from trainloop.train_loop.progress.progress import Progress
 from trainloop.train_loop.progress.timings import StepClock, Timings
 
-__all__ = ["LoopState", "Running"]
-
 
 class Running(Protocol):
     """What a loop needs of its current run."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-__all__ = ["Progress"]
-
 
 @dataclass
 class Progress:

@@ -10,8 +10,6 @@ import numpy as np
 
 from trainloop.train_loop.arguments.options import Restart
 
-__all__ = ["RestartFolder", "RestartOrder", "restart_line"]
-
 
 class RestartOrder(NamedTuple):
     """Information for ranks that start after a failure."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from trainloop._metrics import Recorder, StepValues
     from trainloop.callbacks.base import HookTable
 
-__all__ = ["Stage", "TrainingRun"]
-
 Stage = Literal["data", "forward", "backward", "complete", "hooks", "step", "done"]
 """What a run is doing: waiting for the next batches; in a step, a micro-batch's first hooks and forward, its backward,
 the end of the gradients' computation, hooks and clipping, the optimizers' steps; or what follows a step."""

@@ -27,13 +27,6 @@ from trainloop.train_loop.run.rows import (
     with_tuples_of_columns,
 )
 
-__all__ = [
-    "evaluating",
-    "keep_all_batches",
-    "mean_loss",
-    "predictions",
-]
-
 Gather = Callable[[Any], list[Any] | None]
 
 # Each batch logs a few numbers, which would add up over a long loader. Reading the numbers waits for the device.
@@ -88,7 +81,7 @@ def mean_loss(
     ConfigurationError
         If the loader has no samples at all.
     """
-    decides: Callable[[Any], bool] | None = sums
+    decides = sums
     calls_functions: list[FunctionCall] = []
     for number, (_, batch, size) in enumerate(batches, start=1):
         recorder.batch_size = size
@@ -98,7 +91,7 @@ def mean_loss(
         with torch.set_grad_enabled(number == 1 and not getattr(sums, "certain", True)), functions:
             read = get_loss(batch, decides)
         if number == 1 and sums is not None and not read.explicit:
-            decides = _is_sum if read.is_sum else None
+            decides = SumRule(certain=True) if read.is_sum else None
         recorder.add_loss(*read.shown(size))
         if number % BATCHES_BETWEEN_READINGS == 0:
             recorder.compact()
@@ -106,11 +99,6 @@ def mean_loss(
     if not end.losses:
         raise ConfigurationError(f"{name} has no samples, so there is no loss to average. Give it data.")
     return end
-
-
-def _is_sum(loss: Any) -> bool:
-    """Return True: the first batch has shown that losses are sums."""
-    return True
 
 
 def keep_all_batches(y_batch: Any, collected: list[Any]) -> list[Any]:

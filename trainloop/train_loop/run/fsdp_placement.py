@@ -37,8 +37,6 @@ from trainloop.train_loop.run.placement import Placement, move_state
 if TYPE_CHECKING:
     from trainloop._transfer.result import ResultFile
 
-__all__ = ["ShardedPlacement", "sharded"]
-
 _TRIMMED_AFTER = 32 << 20  # bytes freed by this process that the allocator may still keep
 
 

@@ -25,8 +25,6 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim.parameters import trained_modules
 from trainloop.parallel.sync_batchnorm import CpuSyncBatchNorm
 
-__all__ = ["Idle", "padded_batches", "refuse_exchanges"]
-
 _TORCH_OWN = frozenset(vars(nn.Module()))
 _NO_STATE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Dataset, DataLoader, Tensor)
 _MOST_CONTAINERS = 10_000

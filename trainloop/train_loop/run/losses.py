@@ -22,23 +22,6 @@ from trainloop.optim.losses import check_weight, split_yielded, weighed
 from trainloop.parallel.sharded.misuse import explain_sharded, used_outside_of_forward
 from trainloop.parallel.sharded.shards import is_sharded
 
-__all__ = [
-    "BatchLoss",
-    "Yielded",
-    "explain_batch_of_one",
-    "explain_backward",
-    "explain_freed_graph",
-    "explain_no_criterion",
-    "explained_evaluation",
-    "joined_losses",
-    "loss_of",
-    "read_loss",
-    "refuse_constant",
-    "split_loss",
-    "read_yielded",
-    "weights_of_parts",
-]
-
 
 class BatchLoss(NamedTuple):
     """The loss of a batch, and what it weighs in a mean over batches."""

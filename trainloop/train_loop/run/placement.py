@@ -30,8 +30,6 @@ from trainloop.train_loop.arguments.options import FitJob
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.run.recompute import recomputing
 
-__all__ = ["Placement", "Scaler", "check_values", "explain_device", "move_state", "placed"]
-
 
 class Scaler(torch.amp.GradScaler):
     """torch's scaler, which accepts a step in which an optimizer's parameters have no gradient."""

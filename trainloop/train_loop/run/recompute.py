@@ -14,8 +14,6 @@ from torch import nn
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
 
-__all__ = ["chosen_modules", "recomputing"]
-
 
 def chosen_modules(model: nn.Module, choice: Any) -> list[nn.Module]:
     """Return the modules that ``checkpoint_modules`` selects, without modules inside of selected modules.

@@ -18,8 +18,6 @@ from trainloop._support.platform import read_into
 from trainloop.distributed.encoding import dumps, loads
 from trainloop.train_loop.run.rows import Predictions, join_rows, on_cpu, row_count, rows_at, with_tuples_of_columns
 
-__all__ = ["PredictionStream", "RowFiles", "rows_folder", "write_rows"]
-
 _BATCHES_CACHED = 64
 """Number of batches kept in memory if rows are read in another order than batches."""
 

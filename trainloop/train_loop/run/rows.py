@@ -14,17 +14,6 @@ from trainloop._support.nested import map_parts, map_together, parts_of
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.replicas.scatter import are_columns, are_rows, as_rows, is_table, join_arrays, join_tables
 
-__all__ = [
-    "Predictions",
-    "check_rows",
-    "join_rows",
-    "on_cpu",
-    "row_count",
-    "rows_at",
-    "with_lists_of_rows",
-    "with_tuples_of_columns",
-]
-
 Predictions = tuple[Any, Any, Any]
 
 

@@ -52,8 +52,6 @@ from trainloop.train_loop.run.placement import Placement
 from trainloop.train_loop.run.row_files import PredictionStream, RowFiles, rows_folder, write_rows
 from trainloop.train_loop.run.rows import Predictions, check_rows
 
-__all__ = ["STEPS_BETWEEN_FLUSHES", "Run"]
-
 # Steps between two readings of the logs: a reading waits for the device, and ranks exchange their logs.
 STEPS_BETWEEN_FLUSHES = 128
 # Until step values are exchanged, they occupy memory twice.

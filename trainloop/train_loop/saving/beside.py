@@ -31,8 +31,6 @@ from trainloop.parallel.sharded.shards import bit_sums
 from trainloop.train_loop.progress.loop_state import LoopState, added_attributes
 from trainloop.train_loop.saving.script_values import script_values
 
-__all__ = ["Beside", "saved_names", "warn_of_lost", "warn_of_unlike_tensors"]
-
 _DEEPEST, _MOST_PARTS, _MOST_HIDDEN, _MOST_ITEMS = 3, 64, 16, 1000
 _MOST_BYTES, _SMALL_BYTES = 2**20, 4096  # larger arrays are not compared; of a dataset, larger images are not
 _LIBRARIES = ("torch", "torchmetrics", "builtins", "trainloop")  # metrics train nothing; the others save what they need

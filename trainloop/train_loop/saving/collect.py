@@ -20,20 +20,6 @@ from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.saving.names import group_names, training_flags
 
-__all__ = [
-    "COUNTERS",
-    "callback_states",
-    "checkpoint_state",
-    "criterion_state",
-    "generators_of",
-    "own_optimizer_states",
-    "place_of",
-    "position",
-    "states_of_ranks",
-    "whole_state",
-]
-
-
 COUNTERS = ("epoch", "global_step", "total_iteration_idx")
 """Attributes of a loop's progress that checkpoints contain, under the same names."""
 

@@ -16,18 +16,6 @@ from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.saving.collect import callback_states, place_of, position, states_of_ranks, whole_state
 
-__all__ = [
-    "continued",
-    "continues_in",
-    "held_before_end",
-    "held_state",
-    "load_cut",
-    "load_metrics",
-    "noted_cut",
-    "skip_cut",
-    "states_before_cut",
-]
-
 
 def noted_cut(run: TrainingRun) -> dict[str, Any]:
     """Return the state from which the next ``fit`` continues an epoch that the end of this one cuts short. Collective.

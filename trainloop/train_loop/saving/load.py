@@ -38,9 +38,6 @@ from trainloop.train_loop.saving.cut_epochs import continued, load_metrics, skip
 from trainloop.train_loop.saving.names import add_missing_groups, plain_name, set_flags, training_flags
 from trainloop.train_loop.saving.resume_point import among_ranks
 
-__all__ = ["load_checkpoint_state", "put_own_optimizer_states", "take_up_finished"]
-
-
 _OWN_STATE = ("load_state_dict", "load_rank_state_dict")
 
 

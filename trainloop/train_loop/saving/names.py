@@ -9,9 +9,6 @@ from torch import nn
 
 from trainloop.optim.optimizers import optimizers_of
 
-__all__ = ["add_missing_groups", "group_names", "plain_group_names", "plain_name", "set_flags", "training_flags"]
-
-
 _WRAPPED = "_checkpoint_wrapped_module"
 
 

@@ -20,8 +20,6 @@ from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.saving.collect import states_of_ranks, whole_state
 from trainloop.train_loop.saving.resume_point import checkpoint_to_resume
 
-__all__ = ["RestartCheckpoints", "steps_between"]
-
 logger = logging.getLogger("trainloop")
 
 SHARE_OF_TIME = 0.01

@@ -20,8 +20,6 @@ from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.saving.compatibility import check_checkpoint
 from trainloop.train_loop.saving.cut_epochs import continues_in
 
-__all__ = ["among_ranks", "checkpoint_to_resume", "resume_point"]
-
 
 def resume_point(loop: LoopState, resume_from: Any) -> tuple[dict[str, Any] | None, str]:
     """Return the state that ``fit(resume_from=...)`` names, and the reason if nothing is left to do after it.

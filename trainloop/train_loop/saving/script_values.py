@@ -19,8 +19,6 @@ from trainloop.optim.optimizers import optimizers_of
 from trainloop.optim.parameters import trained_modules
 from trainloop.train_loop.progress.loop_state import LoopState
 
-__all__ = ["ScriptValue", "given_functions", "put_script_values", "script_values"]
-
 _MOST_BYTES, _MOST_ITEMS = 2**20, 100_000  # larger values are data
 _ATOMS = (float, complex, str, bytes, np.generic)
 

@@ -22,8 +22,6 @@ from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.run.losses import BatchLoss
 from trainloop.train_loop.training.trained import changing_buffers, hooked_parameters, not_optimized
 
-__all__ = ["Advice"]
-
 _COMPARED_BATCHES = 3  # of an evaluation
 _MOST_ITEMS = 1000  # of a dict; a larger one is a vocabulary, for example
 _MANY_SKIPPED = 20  # from its initial value, AMP's scale needs 16 skipped steps to 1

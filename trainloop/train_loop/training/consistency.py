@@ -18,8 +18,6 @@ from trainloop.data.loader.loaders import NO_LOADER, Shared, check_shared
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.progress.running import TrainingRun
 
-__all__ = ["requested_settings", "check_same_on_all_ranks", "share_refusals"]
-
 _LOADERS = ("train_loader", "validation_loader", "test_loader")
 
 

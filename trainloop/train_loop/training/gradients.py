@@ -33,8 +33,6 @@ from trainloop.train_loop.training.own_weights import OwnWeights
 from trainloop.train_loop.training.step_weight import Converted, StepWeight, as_factor
 from trainloop.train_loop.training.trained import TrainedParameters
 
-__all__ = ["Gradients"]
-
 
 class Gradients:
     """Compute gradients from losses, for the parameters that a rank trains, and step the optimizers.

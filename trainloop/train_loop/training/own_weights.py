@@ -16,8 +16,6 @@ from trainloop.parallel import TTDistributedDataParallel
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.training.step_weight import TINY, Converted, StepWeight, as_factor
 
-__all__ = ["OwnWeights"]
-
 
 class _Part:
     """Gradients of one loss of a ``MultiLoss`` in a step, and the sum of the loss's weights so far."""

@@ -37,8 +37,6 @@ from trainloop.train_loop.run.losses import (
 )
 from trainloop.train_loop.training.training import Training
 
-__all__ = ["AlternatingTraining", "ClosureTraining"]
-
 # Sent to other ranks instead of optimizers' indices if all generators have ended, if this rank has no generator, or if
 # its generators yielded losses for different optimizers.
 _ENDED, _NONE, _DIFFER = (-1,), (-2,), (-3,)

@@ -18,8 +18,6 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
 from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
 
-__all__ = ["TINY", "Converted", "StepWeight", "as_factor"]
-
 TINY = 1e-12
 """Least weight: if all weights are 0 (every token is padding), so are all gradients; dividing by 0 would make NaN."""
 

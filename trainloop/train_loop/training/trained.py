@@ -26,15 +26,6 @@ from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.ddp import cloned_gradient, comm_hooks_of
 from trainloop.parallel.sharded.shards import bit_sums, is_sharded
 
-__all__ = [
-    "TrainedParameters",
-    "about_eval_mode",
-    "begin_training",
-    "changing_buffers",
-    "hooked_parameters",
-    "not_optimized",
-]
-
 # Seconds that a rank that changes requires_grad within an epoch waits for the others to do the same.
 _RENDEZVOUS_S = 300.0
 _rendezvous = itertools.count()  # counts in this process, so that keys in one process group are unique

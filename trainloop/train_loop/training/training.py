@@ -67,8 +67,6 @@ from trainloop.train_loop.training.trained import about_eval_mode, begin_trainin
 if TYPE_CHECKING:
     from trainloop.train_loop.saving.restart_checkpoints import RestartCheckpoints
 
-__all__ = ["Training", "Watch"]
-
 _STEPS_BETWEEN_LOOKS = 16  # at least, for functions of class indices: epochs of one step would pay for each look
 _ALONE: AbstractContextManager[Any] = nullcontext()  # around the micro-batches of a run that is not in ranks
 
@@ -401,9 +399,6 @@ class Training(Run):
                 hook()
         self.savers = [callback for callback in known if isinstance(callback, Saver)]
 
-    def _agreed_settings(self) -> dict[str, Any]:
-        return requested_settings(self, gather=self._job.gather, resume=None)
-
     def is_done(self) -> bool:
         """Return True if neither a step nor the end of a resumed epoch is left."""
         if self.skip_steps:  # the epoch in which this run resumes needs its end, whatever on_resume has assigned
@@ -523,7 +518,7 @@ class Training(Run):
             self._find_renewed()
         # This is after the hook, in which callbacks may change everything, and before the first forward.
         self.take_data(loop.epoch)
-        settings = self._agreed_settings() if self.parallel else {}
+        settings = requested_settings(self, gather=self._job.gather, resume=None) if self.parallel else {}
         if not self.gradients.follow_at_epoch_begin(settings):
             self._same_callbacks = check_same_on_all_ranks(settings)
         self._checks_backward = self.gradients.combines

@@ -27,8 +27,6 @@ from trainloop.optim.optimizers import is_scheduled, is_watched, note_steps_else
 from trainloop.train_loop.run.losses import split_loss
 from trainloop.train_loop.training.training import Training
 
-__all__ = ["WholeStepTraining"]
-
 
 class WholeStepTraining(Training):
     """A training run whose steps are one compiled graph if possible.
