@@ -420,6 +420,12 @@ class Noisy(Net):
         return super().forward(self.drop(self.norm(x)))
 
 
+@pytest.mark.parametrize("given", ["x", torch.ones(2, 3), []])
+def test_inputs_that_the_model_cannot_be_traced_with_are_named(given: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"TensorBoard: graph_input: .* can't trace"):
+        make_loop().fit(num_epochs=1, callbacks=[TensorBoard(tmp_path, graph_input=given)])
+
+
 def test_histograms_hyperparameters_and_graph(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Noisy()

@@ -73,6 +73,12 @@ def test_a_step_that_amp_skipped_is_not_written_twice(tmp_path: Path) -> None:
     assert loop.states == 1
 
 
+def test_an_endless_interval_writes_at_the_end_only(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_minutes=float("inf"), keep=None)
+    make_loop().fit(num_epochs=1, callbacks=[keeper])
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
+
+
 def test_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 2 s, a checkpoint a minute: written at the first step past each minute; the clock asked now and then."""
     now = [100.0]

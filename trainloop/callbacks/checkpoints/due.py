@@ -10,6 +10,7 @@ from trainloop import distributed
 __all__ = ["DueSteps"]
 
 _ASKS_PER_INTERVAL = 20
+_LONGEST_PAUSE_S = 86400.0  # an interval may be endless
 
 
 class DueSteps:
@@ -43,7 +44,7 @@ class DueSteps:
         now = time.monotonic()
         left_s = self._saved_time + interval_s - now
         step_s = max((now - self._asked[0]) / max(step - self._asked[1], 1), 1e-6)
-        pause = max(1, int(min(left_s, interval_s / _ASKS_PER_INTERVAL) / step_s))
+        pause = max(1, int(min(left_s, interval_s / _ASKS_PER_INTERVAL, _LONGEST_PAUSE_S) / step_s))
         is_up, pause = distributed.exchange_ints([int(left_s <= 0), pause])[0]
         self._ask_step, self._asked = step + pause, (now, step)
         return bool(is_up)

@@ -354,6 +354,11 @@ class TensorBoard(Tracker):
             try:
                 model.eval()
                 graph_def, _ = graph(model, inputs)
+            except Exception as error:
+                raise ConfigurationError(
+                    f"TensorBoard: graph_input: torch.jit.trace can't trace the model with it: {error} Pass what "
+                    "forward takes, as a tensor or a tuple; leave it out if the model can't be traced."
+                ) from error
             finally:
                 for module, training in modes:
                     module.training = training

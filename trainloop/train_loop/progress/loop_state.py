@@ -402,14 +402,12 @@ class LoopState:
         >>> tl.num_optimizer_steps(num_epochs=10, grad_accumulation=4)                        # doctest: +SKIP
         390
         """
-        given = {"num_epochs": num_epochs, "num_iterations": num_iterations}
-        for name, value in given.items():
-            check.check_count(0 if value is None else value, name, 0)
-        if num_epochs and num_iterations:
+        epochs = 0 if num_epochs is None else check.check_count(num_epochs, "num_epochs", 0)
+        iterations = 0 if num_iterations is None else check.check_count(num_iterations, "num_iterations", 0)
+        if epochs and iterations:
             raise ConfigurationError("num_optimizer_steps: pass num_epochs or num_iterations, not both.")
         if grad_accumulation is not None:
-            check.check_count(grad_accumulation, "grad_accumulation", 1)
-        epochs, iterations = num_epochs or 0, num_iterations or 0
+            grad_accumulation = check.check_count(grad_accumulation, "grad_accumulation", 1)
         if not epochs and not iterations:
             epochs, iterations = self.num_epochs, self.num_iterations
         if self.train_loader is None or not (epochs or iterations):
