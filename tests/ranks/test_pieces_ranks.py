@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit.small_loop import make_loop
+from torch.utils.data import DataLoader
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import EarlyStopping, ModelCheckpoint, ThresholdEarlyStopping
 from trainloop.data import SplitBatches
+from trainloop.errors import CheckpointError
 
 
 def state_of(tl: TrainLoop) -> Any:
@@ -86,3 +90,53 @@ def test_patience_continues_over_calls_with_epochs() -> None:
     other = make_loop()
     other.fit(num_epochs=5, callbacks=[Constant("constant"), stopping])  # begins with a new count
     assert other.epoch == 3
+
+
+class Batches:
+    """Batches of different sizes, in an order of its own."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        sizes = [3, 7, 2, 8, 5, 5, 4, 6, 1, 9, 6, 4]  # 60 samples
+        starts = [sum(sizes[:i]) for i in range(12)]
+        return (list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
+
+    def __len__(self) -> int:
+        return 12
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("of_iterable", [False, True])
+@pytest.mark.parametrize("mode, devices, accumulation", [("single", 1, 2), ("ddp", 2, 1)])
+def test_with_other_ranks_a_run_resumes_at_the_next_batch_of_a_batch_sampler(
+    mode: str, devices: int, accumulation: int, *, of_iterable: bool, tmp_path: Path
+) -> None:
+    def make(mode: str, devices: int) -> TrainLoop:
+        tl = make_loop(gpu_mode=mode, devices=devices)
+        loader = DataLoader(make_data(), batch_sampler=Batches())
+        tl.train_loader = list(loader) if of_iterable else loader
+        return tl
+
+    other = ("ddp", 2, 1) if mode == "single" else ("single", 1, 2)
+    whole, first, resumed = make(mode, devices), make(*other[:2]), make(mode, devices)
+    whole.fit(num_epochs=2, grad_accumulation=accumulation)
+    saving = ModelCheckpoint(tmp_path, every_n_steps=2, every_n_epochs=None, keep=None)
+    first.fit(num_epochs=1, grad_accumulation=other[2], callbacks=[saving])
+    # After 2 of 6 steps, 4 of 12 batches are done.
+    resumed.fit(
+        num_epochs=2, grad_accumulation=accumulation, callbacks=[saving], resume_from=min(tmp_path.glob("*.pt"))
+    )
+    for p, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(p, expected)
+    assert resumed.history["loss"] == pytest.approx(whole.history["loss"])
+
+
+def test_a_run_whose_steps_have_other_numbers_of_batches_resumes_where_one_begins_or_not_at_all(tmp_path: Path) -> None:
+    first, resumed = make_loop(), make_loop()
+    for tl in (first, resumed):
+        tl.train_loader = DataLoader(make_data(), batch_sampler=Batches())
+    every = ModelCheckpoint(tmp_path, every_n_steps=3, every_n_epochs=None, keep=None)
+    first.fit(num_epochs=1, callbacks=[every])
+    with pytest.raises(CheckpointError, match=r"after 3 batches .* steps have 2 batches .* no step begins"):
+        resumed.fit(num_epochs=2, grad_accumulation=2, callbacks=[every], resume_from=min(tmp_path.glob("*.pt")))
+    resumed.fit(num_epochs=2, grad_accumulation=3, callbacks=[every], resume_from=min(tmp_path.glob("*.pt")))
+    assert resumed.global_step == 3 + 3 + 4

@@ -28,12 +28,12 @@ _SCORERS = re.compile(
 _LOWER_WINS = frozenset("loss error err brier".split())
 _LOWER = frozenset(
     """mae mse rmse msle rmsle mape smape nll logloss perplexity ppl entropy bce ce kl divergence hinge hamming wer cer
-    mer eer ece fid kid lpips ter deviance regret""".split()
+    mer eer ece fid kid lpips ter deviance regret crps pinball""".split()
 )
 _HIGHER = frozenset(
     """accuracy acc f1 fbeta dice jaccard iou miou auc auroc auprc aucpr roc ap map precision recall sensitivity
     specificity r2 mcc matthews kappa bleu rouge meteor chrf ndcg mrr psnr ssim snr sdr score top hits reward
-    return""".split()
+    return pearson spearman kendall corr correlation sharpe csi""".split()
 )
 
 

@@ -282,11 +282,16 @@ def _check_arguments(make_loop: Any, mode: Any, backend: Any, keep: Any, data: A
 
 
 def _direction(metric: str | Callable[..., float], mode: Literal["auto", "min", "max"]) -> Literal["min", "max"]:
-    """Return the mode; ``'auto'`` is decided by the metric's name. Warn if the mode contradicts the name."""
+    """Return the mode; ``'auto'`` is decided by the metric's name. Warn if it does not say, or contradicts the mode."""
     name = _name_of(metric)
     greater = getattr(metric, "greater_is_better", None)
     lower = not greater if isinstance(greater, bool) else lower_is_better(name)
     if mode == "auto":
+        if lower is None and isinstance(metric, str):
+            warn(
+                f"tune: metric={name!r}: its name does not show which direction is better, so the lowest score counts "
+                "as the best. Pass mode='min' (without this warning) or mode='max'."
+            )
         return "max" if lower is False else "min"
     if lower is not None and lower != (mode == "min"):
         warn(

@@ -306,3 +306,20 @@ def test_a_piece_continues_with_the_state_that_the_model_carries() -> None:
             tl.fit(num_iterations=number)
         found.append([tl.history.to_dict(), *(p.tolist() for p in model.parameters())])
     assert found[0] == found[1]
+
+
+def test_a_run_killed_after_a_step_that_a_piece_cut_short_resumes_at_its_next_batch(tmp_path: Path) -> None:
+    def fit(tl: TrainLoop, number: int, **arguments: Any) -> TrainLoop:
+        tl.fit(num_iterations=number, grad_accumulation=2, **arguments)
+        return tl
+
+    whole, killed, resumed = (make(seed=3) for _ in range(3))
+    fit(whole, 3)
+    fit(whole, 9)
+    fit(killed, 3)  # its last step has one batch, so the steps of the rest of the epoch begin at odd batches
+    saving = ModelCheckpoint(tmp_path, every_n_steps=1, every_n_epochs=None, keep=None)
+    fit(killed, 9, callbacks=[saving])
+    fit(resumed, 9, callbacks=[saving], resume_from=min(tmp_path.glob("*.pt")))
+    weights = [[p.tolist() for p in tl.model.parameters()] for tl in (whole, killed, resumed)]
+    assert weights[1] == weights[0]
+    assert weights[2] == weights[0]

@@ -971,7 +971,7 @@ class Distance:
         (scorer("neg_mean_squared_error"), "auto", "max"),
         (scorer(lambda truth, predicted: 0.0), "auto", "max"),
         ("weight", "max", "max"),
-        ("weight", "auto", "min"),
+        ("val_pearson", "auto", "max"),
         (lambda truth, predicted: 0.0, "auto", "min"),
     ],
 )
@@ -980,6 +980,12 @@ def test_the_metric_shows_which_trial_is_best(pretended: Pretended, metric: Any,
     scores = [trial.score for trial in found.trials]
     assert found.mode == mode
     assert found.best_score == (min(scores) if mode == "min" else max(scores))
+
+
+def test_a_metric_whose_name_does_not_show_a_direction_is_warned_of(pretended: Pretended) -> None:
+    with pytest.warns(UserWarning, match=r"metric='weight': its name does not show which direction is better"):
+        assert pretend(metric="weight").mode == "min"
+    assert pretend(metric="weight", mode="min").mode == "min"  # without a warning, which would be an error here
 
 
 def test_a_mode_that_contradicts_the_metric_is_warned_of(pretended: Pretended) -> None:

@@ -76,6 +76,8 @@ class TrainFeed:
         """Samples of an epoch over all ranks; None if unknown before reading."""
         self.global_batch_size = self._source.global_batch_size
         """Samples of a full micro-batch, over all ranks; None if undefined."""
+        self.loader_batches = self._source.loader_batches
+        """Batches of the loader in a micro-batch, over all ranks."""
         self._rank = rank
         self._world_size = world_size
         self._name = name

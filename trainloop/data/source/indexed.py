@@ -110,7 +110,7 @@ class Indexed(Source):
         self.loader = copy_loader(loader, **changes)
 
         presharded, world_size = isinstance(shard, PreshardedShard), shard.num_replicas
-        self.shares = not presharded
+        self.shares, self.loader_batches = not presharded, world_size
         plan = plan_of(loader, 1 if presharded else world_size)
         if plan is not None:
             # A sampler of the user's own may give ranks unequal shards.

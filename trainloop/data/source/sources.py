@@ -70,6 +70,9 @@ class Source:
     global_batch_size: int | None = None
     """Samples of a full global batch; None if undefined."""
 
+    loader_batches: int = 1
+    """Batches of the loader in a global batch: one for each rank, unless ranks divide the same batch."""
+
     position: Position | None = None
     """Position according to the state of the user's stream or loader; None if neither has a state."""
 
@@ -359,6 +362,7 @@ class Stream(Source):
         )
         batch_size = None if loader.batch_sampler is None else loader.batch_size
         self.global_batch_size = None if batch_size is None else batch_size * world_size
+        self.loader_batches = world_size
         # A stream's length, and how workers divide it, depend on the dataset: an estimate, not a guarantee.
         length = length_of(loader.dataset)
         plan = BatchPlan(length or 0, batch_size or 1, 1 if presharded else world_size, loader.drop_last)
@@ -416,6 +420,7 @@ class Opaque(Source):
         self._name, self.shares = name, not presharded
         self._seed = None if seed is None else derive_seed(seed, "stream", *([rank] if presharded else []))
         self._rank, self._step = (0, 1) if presharded else (rank, world_size)
+        self.loader_batches = world_size
         self._counter = SampleCounter(name, getattr(loader, "batch_size", None))
         length = None if loaders.is_stream(loader) else length_of(loader)
         self.num_batches = None if length is None else shard_size(length, 0, self._step)

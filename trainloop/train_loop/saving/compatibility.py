@@ -23,6 +23,19 @@ from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.saving.collect import criterion_state
 from trainloop.train_loop.saving.names import add_missing_groups, group_names, plain_group_names
 
+<<<<<<< HEAD
+=======
+__all__ = [
+    "about_criterion",
+    "batches_here",
+    "check_checkpoint",
+    "check_own_states",
+    "described_differences",
+    "done_here",
+    "in_own_order",
+]
+
+>>>>>>> helper-q
 
 def check_checkpoint(loop: LoopState, state: dict[str, Any]) -> None:
     """Raise an error unless a checkpoint fits this loop's model and optimizers.
@@ -214,28 +227,31 @@ def _check_data(feed: Any, place: dict[str, Any]) -> None:
         )
 
 
-def steps_here(run: TrainingRun, place: dict[str, Any]) -> int:
-    """Return the number of this run's steps that have the samples of the checkpoint's steps in its epoch."""
-    _check_data(run.feed, place)
-    steps, global_batch_size = place["epoch_steps"], run.feed.global_batch_size
-    grad_accumulation = run.loop.grad_accumulation
-    if place.get("cut"):
-        samples = (place["global_batch_size"] or 0) * place["epoch_batches"]
-        if global_batch_size and samples % global_batch_size:
-            raise CheckpointError(
-                f"the checkpoint was written after {samples} samples of its epoch, but this run's batches have "
-                f"{global_batch_size} samples over all ranks, so no batch begins at that point. Choose batch_size x "
-                "ranks as before, or resume from a checkpoint at an epoch's end."
-            )
-        return steps
-    if not steps or None in (place["global_batch_size"], global_batch_size):
-        return steps
-    before = place["global_batch_size"] * place["grad_accumulation"]
-    now = global_batch_size * grad_accumulation
-    if before * steps % now:
+def batches_here(feed: Any, place: dict[str, Any]) -> int | None:
+    """Return how many of this feed's batches have what was read of an epoch at a place; None if none begins there."""
+    before, now = place["global_batch_size"], feed.global_batch_size
+    if None in (before, now):  # batches of a sampler of the user's own, for example
+        now = feed.loader_batches
+        before = place.get("loader_batches", now)  # older checkpoints lack it
+    done: int = before * place["epoch_batches"]
+    return None if done % now else done // now
+
+
+def done_here(run: TrainingRun, place: dict[str, Any]) -> tuple[int, int]:
+    """Return the numbers of this run's steps and batches that have the samples of the checkpoint's in its epoch."""
+    feed, steps, accumulation = run.feed, place["epoch_steps"], run.loop.grad_accumulation
+    _check_data(feed, place)
+    batches = batches_here(feed, place)
+    # After a step of fewer batches, at the end of an earlier fit, the steps of the same run don't begin at multiples.
+    other = accumulation != place["grad_accumulation"] or batches != place["epoch_batches"]
+    if batches is not None and (place.get("cut") or not other):
+        return steps, batches
+    if batches is None or batches % accumulation:
+        size, unit = feed.global_batch_size or feed.loader_batches, "samples" if feed.global_batch_size else "batches"
+        before = place["global_batch_size"] or place.get("loader_batches", size)
         raise CheckpointError(
-            f"the checkpoint was written after {steps} steps of {before} samples in its epoch, but this run's steps "
-            f"have {now} samples, so no step begins at that point. Choose batch_size x ranks x grad_accumulation as "
-            "before, or resume from a checkpoint at an epoch's end."
+            f"the checkpoint was written after {before * place['epoch_batches']} {unit} of its epoch, but this run's "
+            f"steps have {size * accumulation} {unit} over all ranks, so no step begins at that point. Choose "
+            "batch_size x ranks x grad_accumulation as before, or resume from a checkpoint at an epoch's end."
         )
-    return before * steps // now
+    return batches // accumulation, batches

@@ -15,6 +15,7 @@ from trainloop.parallel.sharded.shards import map_tensors
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.saving.collect import callback_states, place_of, position, states_of_ranks, whole_state
+from trainloop.train_loop.saving.compatibility import batches_here
 
 
 def noted_cut(run: TrainingRun) -> dict[str, Any]:
@@ -129,8 +130,10 @@ def load_cut(run: TrainingRun, cut: dict[str, Any]) -> bool:
     Return False if the loader has changed, so that there is no such batch. All ranks call it, with the same ``cut``.
     """
     loop, place, ranks = run.loop, cut["place"], cut["ranks"]
-    if not skip_cut(run, place):
+    lengths, batches = (place["num_samples"], run.feed.num_samples), batches_here(run.feed, place)
+    if batches is None or (None not in lengths and lengths[0] != lengths[1]):
         return False
+    run.skip_steps, run.skip_batches, run.epoch_batches = place["epoch_steps"], batches, batches
     same_ranks = len(ranks) == loop.world_size
     if "carried" in ranks[0]:
         load_carried_state(loop.model, [saved["carried"] for saved in ranks], loop.rank, loop.world_size)
@@ -153,18 +156,3 @@ def load_metrics(run: TrainingRun, ranks: list[dict[str, Any]]) -> None:
     elif loop.rank == 0:  # sums over ranks don't depend on which rank has which part
         own, *others = (saved["metrics"] for saved in ranks)
         run.recorder.load_state_dict(own, others)
-
-
-def skip_cut(run: TrainingRun, place: dict[str, Any]) -> bool:
-    """Skip the batches of a cut epoch, whose last step may be shorter; return False if no batch begins there."""
-    feed, batches = run.feed, place["epoch_batches"]
-    before, now = place["global_batch_size"], feed.global_batch_size
-    lengths = place["num_samples"], feed.num_samples
-    if None not in lengths and lengths[0] != lengths[1]:
-        return False
-    if None not in (before, now):
-        if before * batches % now:
-            return False
-        batches = before * batches // now
-    run.skip_steps, run.skip_batches, run.epoch_batches = place["epoch_steps"], batches, batches
-    return True

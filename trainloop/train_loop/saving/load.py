@@ -31,10 +31,10 @@ from trainloop.train_loop.saving.compatibility import (
     about_criterion,
     check_checkpoint,
     check_own_states,
+    done_here,
     in_own_order,
-    steps_here,
 )
-from trainloop.train_loop.saving.cut_epochs import continued, load_metrics, skip_cut
+from trainloop.train_loop.saving.cut_epochs import continued, load_metrics
 from trainloop.train_loop.saving.names import add_missing_groups, plain_name, set_flags, training_flags
 from trainloop.train_loop.saving.resume_point import among_ranks
 
@@ -53,7 +53,7 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     check_own_states(run, ranks)
     if not run.hooks.on_resume:  # otherwise later: the hook may replace the loader
         run.take_data(place["epoch"])
-        steps_here(run, place)
+        done_here(run, place)
     criterion, wrong = loop.criterion, about_criterion(loop, state)
     if wrong and not run.hooks.on_resume:
         raise CheckpointError(wrong)
@@ -67,7 +67,6 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     run.recorder.drop({*state["history"]["values"], *(name for saved in ranks for name in saved["metrics"])})
     run.history_epoch = place["epoch"]
     run.start_epoch, run.start_iteration = place["start_epoch"], place["start_iteration"]
-    run.epoch_batches = place["epoch_batches"]
     run.ended = not place["epoch_steps"] and bool(end_that_holds(loop, state))
     load_carried_state(loop.model, [saved.get("carried", {}) for saved in ranks], loop.rank, loop.world_size)
     same_ranks = len(ranks) == loop.world_size
@@ -80,9 +79,8 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     elif wrong:
         raise CheckpointError(wrong)
     run.take_data(place["epoch"])
-    run.skip_steps = steps_here(run, place)
-    if place.get("cut"):
-        skip_cut(run, place)
+    run.skip_steps, run.skip_batches = done_here(run, place)
+    run.epoch_batches = run.skip_batches
     loop.progress.epoch_ends = place.get("epoch_ends", False)
     mine = ranks[loop.rank if same_ranks else 0]
     load_metrics(run, ranks)
