@@ -23,19 +23,6 @@ from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.saving.collect import criterion_state
 from trainloop.train_loop.saving.names import add_missing_groups, group_names, plain_group_names
 
-<<<<<<< HEAD
-=======
-__all__ = [
-    "about_criterion",
-    "batches_here",
-    "check_checkpoint",
-    "check_own_states",
-    "described_differences",
-    "done_here",
-    "in_own_order",
-]
-
->>>>>>> helper-q
 
 def check_checkpoint(loop: LoopState, state: dict[str, Any]) -> None:
     """Raise an error unless a checkpoint fits this loop's model and optimizers.
