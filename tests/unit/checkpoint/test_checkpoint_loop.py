@@ -731,7 +731,7 @@ def test_an_order_that_no_state_fits_is_refused(tmp_path: Path, optimizer: Any, 
             lambda: make_loop(DataLoader(make_data(90), 10)),
             r"in the middle of an epoch of 101 training samples, but the loader has 90 now",
         ),
-        (lambda: make_loop(DataLoader(make_data(), 7)), r"after 2 steps of 20 samples in its epoch, but this run's"),
+        (lambda: make_loop(DataLoader(make_data(), 7)), r"after 40 samples of its epoch, but this run's steps"),
     ],
     ids=["model", "optimizer", "dataset", "batch size"],
 )
