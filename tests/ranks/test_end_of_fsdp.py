@@ -247,3 +247,43 @@ def test_what_optimizers_models_and_criteria_keep_comes_back_whole() -> None:
         assert all(type(tensor) is Tensor for tensor in kept[-1])
     for one, other in zip(*kept, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+
+
+class Average:
+    """An average of the weights as scripts have it: an object of its own, which a callback keeps."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.shadow = [p.detach().clone() for p in parameters]
+        self.ends = (self.shadow[0] + 1, self.shadow[-1] + 1)
+
+    def step(self, parameters: Any) -> None:
+        for average, p in zip(self.shadow, parameters, strict=True):
+            average.lerp_(p.detach(), 0.1)
+
+
+class KeepsAnObject(AbstractCallback):
+    average: Any = None
+
+    def on_train_begin(self) -> None:
+        self.average = {"ema": [Average(self.train_loop_obj.model.parameters())]}
+
+    def on_after_optimizer_step(self) -> None:
+        self.average["ema"][0].step(self.train_loop_obj.model.parameters())
+
+
+@needs_fsdp_on_cpu
+def test_what_an_object_of_a_callback_keeps_comes_back_whole() -> None:
+    kept = []
+    for how in ({}, {"gpu_mode": "fsdp", "devices": 2}):
+        model, keeps = Layered(), KeepsAnObject("keeps")
+        x = torch.ones(8, 4, dtype=torch.float64)
+        TrainLoop(
+            model, DataLoader(TensorDataset(x, x), 8 // (2 if how else 1)),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=nn.MSELoss(), accelerator="cpu",
+            progress_bar=False, **how,
+        ).fit(num_epochs=2, callbacks=[keeps])  # fmt: skip
+        average = keeps.average["ema"][0]
+        kept.append([*average.shadow, *average.ends])
+        assert all(type(tensor) is Tensor for tensor in kept[-1])
+    for one, other in zip(*kept, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -32,7 +32,8 @@ def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor
     numpy arrays                                    tensors (their data copied)
     tensors, parameters                             tensors without gradient; a view is copied from its storage
     tensors made of others (such as torchao's)      unchanged, if their class is one of torch's safe globals
-    dicts of any kind                               dict; an OrderedDict stays one, with a state dict's ``_metadata``
+    dicts of any kind                               dict; a Counter stays one, and so does an OrderedDict, with a state
+                                                    dict's ``_metadata``
     lists, deques; tuples, namedtuples; sets        list; tuple; set
     ==============================================  ==================================================================
 
@@ -87,7 +88,7 @@ def _plain_mapping(value: Mapping[Any, Any], where: str, tensor: Callable[[Tenso
         for key, item in value.items()
     ]
     if type(value) is not OrderedDict:
-        return dict(pairs)
+        return Counter(dict(pairs)) if type(value) is Counter else dict(pairs)
     ordered = OrderedDict(pairs)
     # Module.state_dict() stores the modules' versions in an attribute, which load_state_dict() reads to convert old
     # weights.

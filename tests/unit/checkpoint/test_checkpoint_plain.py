@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import defaultdict, deque, namedtuple
+from collections import Counter, defaultdict, deque, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +206,11 @@ def test_pinned_tensors_share_blocks_that_are_powers_of_two() -> None:
     total = sum(like.nbytes for like in likes)
     assert all(size & (size - 1) == 0 for size in sizes)
     assert sum(sizes) < 1.6 * total < sum(1 << (like.nbytes - 1).bit_length() for like in likes if like.numel())
+
+
+def test_a_counter_stays_one_in_a_file(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "state.pt", HostCopy().copy({"seen": Counter("aab"), "weight": torch.ones(1)}))
+    seen = checkpoint.load(tmp_path / "state.pt")["seen"]
+    seen["c"] += 1
+    assert type(seen) is Counter
+    assert seen == {"a": 2, "b": 1, "c": 1}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -171,7 +171,7 @@ def map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
 def with_items(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     """Return ``items`` as a dictionary of the type of ``like``, with its attributes (a state's module versions)."""
     if type(like) is not OrderedDict:
-        return items
+        return Counter(items) if type(like) is Counter else items
     made = OrderedDict(items)
     made.__dict__.update(like.__dict__)
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,11 +33,15 @@ from trainloop.parallel.sharded.shards import (
     step_shards,
     write_shard,
 )
+from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.run.placement import Placement, move_state
 
 if TYPE_CHECKING:
     from trainloop._transfer.result import ResultFile
 
+_LIBRARIES = frozenset(("builtins", "functools", "numpy", "torch", "trainloop", "types"))
+_NOT_SEARCHED = (Tensor, nn.Module, LoopState, torch.utils.data.Dataset, type)
+_SEARCHED = 1000  # items of a list or dict: longer ones are data
 _TRIMMED_AFTER = 32 << 20  # bytes freed by this process that the allocator may still keep
 
 
@@ -184,6 +189,9 @@ class ShardedPlacement(Placement):
         optimizers = [owner for owner in keeping if isinstance(owner, torch.optim.Optimizer)]
         others = {id(part) for one in modules for part in (one._parameters, one._buffers, one._modules)}
         others |= {id(part) for one in optimizers for part in (one.state, one.param_groups)}
+        seen = set(others)
+        for attributes in kept:  # grows: objects of the user's own may keep others
+            kept += map(vars, _own_objects(attributes, seen))
         found: dict[int, Any] = {}
         _map_kept(kept, others, lambda tensor: found.setdefault(id(tensor), tensor))
         of_model: dict[int, Any] = self.wrapper.former_parameters()  # the caller's callbacks get the caller's own
@@ -213,8 +221,21 @@ def _map_kept(kept: Iterable[dict[str, Any]], others: set[int], function: Callab
                     value[now] = _map_shards(item, function)
             elif type(value) is list:
                 value[:] = [_map_shards(item, function) for item in value]
-            elif is_sharded(value):
-                attributes[name] = function(value)
+            elif (now := _map_shards(value, function)) is not value:
+                attributes[name] = now
+
+
+def _own_objects(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield objects of the user's own classes in a value, such as an average of the weights, once each."""
+    if id(value) in seen or isinstance(value, _NOT_SEARCHED):
+        return
+    if isinstance(value, (dict, list, tuple)):
+        seen.add(id(value))
+        for part in islice(value.values() if isinstance(value, dict) else value, _SEARCHED):
+            yield from _own_objects(part, seen)
+    elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _LIBRARIES:
+        seen.add(id(value))
+        yield value
 
 
 def _map_shards(value: Any, function: Callable[[Tensor], Any]) -> Any:
