@@ -101,7 +101,6 @@ def test_its_script_trains(mode: str, arguments: str, tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
