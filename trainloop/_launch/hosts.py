@@ -1,4 +1,4 @@
-"""The hosts of one run: they connect to a ``TCPStore`` at the rendezvous point, and report failures and progress there.
+"""The hosts of one run: they connect to a ``TCPStore``, check its entries, and report failures and progress there.
 
 The launching process of node 0 runs the store, on the interface of the rendezvous point only. Each host writes one
 entry, with its arguments, a heartbeat count, and the state of its ranks (done or failed). The other hosts read only

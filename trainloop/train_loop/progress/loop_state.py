@@ -1,4 +1,4 @@
-"""Define what callbacks and users read of a loop, and its ``repr``: progress, number of steps, devices; record logs."""
+"""Define what callbacks and users read of a loop and assign to it, and its ``repr``; number of steps; record logs."""
 
 from __future__ import annotations
 

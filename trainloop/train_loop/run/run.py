@@ -1,4 +1,4 @@
-"""Run a loop on one rank: evaluate, predict and record, with the placed model, hooks, recorders and feeds.
+"""Run a loop on one rank: evaluate, predict, record and flush logs, with the placed model, hooks and feeds.
 
 A :class:`Run` exists only while its process works for a loop. Its subclass
 :class:`~trainloop.train_loop.training.training.Training` trains.
