@@ -425,7 +425,7 @@ class LearningRateMonitor(AbstractCallback):
 
     The name is ``lr``. With several parameter groups, the names are ``lr/group0`` and so on (or ``lr/<name>`` if the
     group has a ``'name'``; groups with equal names are ``lr/<name>/group0`` and so on). With several optimizers, they
-    are ``lr/optimizer0`` or ``lr/optimizer0/group0``. The value of an epoch is the largest learning rate in it.
+    are ``lr/optimizer0`` or ``lr/optimizer0/group0``. The value of an epoch is the largest one logged in it.
 
     Parameters
     ----------
