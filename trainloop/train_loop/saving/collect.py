@@ -42,7 +42,7 @@ def states_of_ranks(run: TrainingRun, *, check: bool = True) -> list[dict[str, A
     Without ``check``, it is not checked that all ranks have the same weights.
     """
     loop = run.loop
-    run.publish(run.recorder.exchange_steps())
+    run.flush_logs(exchange=True)
     gather_divided_states(loop.optimizer)
     if check:  # a checkpoint has rank 0's weights: ranks with different weights would not resume with their own
         run.gradients.check_same_weights()
