@@ -167,6 +167,7 @@ def place_of(run: TrainingRun) -> dict[str, Any]:
         "grad_accumulation": loop.grad_accumulation,
         "global_batch_size": run.feed.global_batch_size,
         "loader_batches": run.feed.loader_batches,
+        "num_batches": run.feed.num_batches,
         "num_samples": run.feed.num_samples,
         "seed": run.seed,
         "num_epochs": loop.num_epochs,
