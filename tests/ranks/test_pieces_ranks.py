@@ -140,3 +140,21 @@ def test_a_run_whose_steps_have_other_numbers_of_batches_resumes_where_one_begin
         resumed.fit(num_epochs=2, grad_accumulation=2, callbacks=[every], resume_from=min(tmp_path.glob("*.pt")))
     resumed.fit(num_epochs=2, grad_accumulation=3, callbacks=[every], resume_from=min(tmp_path.glob("*.pt")))
     assert resumed.global_step == 3 + 3 + 4
+
+
+@pytest.mark.parametrize("batch_size, accumulation, steps", [(5, 1, 12), (16, 3, 2), (4, 2, 8), (None, 5, 3)])
+def test_after_the_last_batch_of_an_epoch_a_run_resumes_with_steps_of_any_size(
+    batch_size: int | None, accumulation: int, steps: int, tmp_path: Path
+) -> None:
+    """The last batch is smaller, so that no step of another size begins after the samples of full batches."""
+    first, resumed = make_loop(), make_loop()
+    for tl, size in ((first, 16), (resumed, batch_size)):
+        loader = DataLoader(make_data(60), size)
+        tl.train_loader = loader if batch_size else DataLoader(make_data(60), batch_sampler=Batches())
+    every = ModelCheckpoint(tmp_path, every_n_steps=1, every_n_epochs=None, keep=None)
+    first.fit(num_epochs=1, callbacks=[every])
+    last = max(tmp_path.glob("checkpoint-epoch=0001-*.pt"))
+    resumed.fit(num_epochs=2, grad_accumulation=accumulation, callbacks=[every], resume_from=last)
+    assert resumed.global_step == first.global_step + steps
+    assert resumed.history["loss"][0] == first.history["loss"][0]
+    assert len(resumed.history["loss"]) == 2

@@ -374,7 +374,7 @@ class Recorder:
             if series.pending:
                 series.settle(numbers)
 
-    def exchange_steps(self, *, finished: int | None = None) -> StepValues:
+    def exchange_steps(self, *, finished: int | None = None, complete: bool = True) -> StepValues:
         """Return step values since the last call, over all ranks. Collective if there are several ranks.
 
         If no step has begun since the last exchange, which all ranks know, nothing is exchanged or returned.
@@ -382,17 +382,21 @@ class Recorder:
         Parameters
         ----------
         finished : int, optional
-            The last finished step, if hooks may log more values of steps: those of a later step are returned when it is
-            finished, and those of this step are returned now and, with what is logged later, at the next exchange.
+            The last step that was taken: values of a later one are returned when it is taken, too. Default: the current
+            step.
+        complete : bool
+            False if hooks may log more values of the ``finished`` step: its values are returned now and, with what is
+            logged later, at the next exchange.
         """
         self.compact()
-        unfinished = self.step if finished is not None and self.step > finished else 0
+        step = abs(self.step)
+        unfinished = step if finished is not None and step > finished else 0
         newest = unfinished - 1 if unfinished else self.step
         if newest == self._exchanged_step and not self.open_step:
             self.again = 0
             return {}
         self._exchanged_step = newest
-        return self._exchange(self._new_steps(unfinished, finished or 0)).steps
+        return self._exchange(self._new_steps(unfinished, 0 if complete else finished or 0)).steps
 
     def finish_epoch(self, attachment: Any = None, *, late: bool = False) -> EpochEnd:
         """Exchange logs once; return the remaining step values and the epoch's values, and empty the recorder.

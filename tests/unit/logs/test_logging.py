@@ -369,7 +369,7 @@ def test_ranks_log_what_they_like() -> None:
     # one exchange a flush, one an epoch, one for each evaluation, for all metrics together
     facts = {fact[0]: fact[1] for fact in watching.facts}
     assert [fact for fact in watching.facts if fact[0] == "flush"] == [("flush", 1, 2)] * 2
-    assert [fact for fact in watching.facts if fact[0] == "epoch"] == [("epoch", 3)] * 2
+    assert [fact for fact in watching.facts if fact[0] == "epoch"] == [("epoch", 4)] * 2
     assert facts["predictions"] == 1
     assert [fact for fact in watching.facts if fact[0] == "same"] == [("same", True)] * 2
     assert facts["own"] == [10.0, 11.0]

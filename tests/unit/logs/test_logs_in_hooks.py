@@ -406,3 +406,49 @@ def test_a_pass_of_a_type_of_ones_own_has_its_prefix() -> None:
     tl.fit(num_epochs=2, callbacks=[Passes()])
     assert tl.history["holdout_seen"] == [1.0, 1.0]
     assert "seen" not in tl.history
+
+
+@pytest.mark.parametrize("hook", ["on_batch_begin", "on_after_gradient_update", "on_after_optimizer_step"])
+def test_a_step_that_fails_has_no_value_until_it_is_taken(hook: str) -> None:
+    """Also if a callback has ``on_log``, for which the logs are read after the failure."""
+
+    class Fails(AbstractCallback):
+        def __init__(self) -> None:
+            super().__init__("fails", execution_order=-1)
+            self.fails, self.rows = True, list[int]()
+            setattr(self, hook, self.fail)
+
+        def fail(self, *_: Any) -> None:
+            self.log("before", 1.0)
+            if self.fails and self.train_loop_obj.global_step == 2:
+                self.fails = False
+                raise ZeroDivisionError
+
+        def on_log(self, rows: Any) -> None:
+            self.rows += [step for step, _ in rows]
+
+    tl, fails = make_loop(), Fails()
+    with pytest.raises(ZeroDivisionError):
+        tl.fit(num_epochs=1, callbacks=[fails])
+    assert tl.history.step_indices("loss") == fails.rows == [1, 2]
+    tl.fit(num_epochs=1, callbacks=[fails])
+    assert tl.history.step_indices("loss") == fails.rows == list(range(1, STEPS_PER_EPOCH + 3))
+
+
+def test_a_step_has_one_value_if_its_logs_are_exchanged_before_it_begins_or_by_a_checkpoint_in_it() -> None:
+    class Logs(AbstractCallback):
+        def on_epoch_begin(self) -> None:
+            self.log("x", 1.0, on_step=True, reduce="sum")
+            self.train_loop_obj.flush_logs()
+
+        def on_batch_begin(self) -> None:
+            self.log("x", 2.0, on_step=True, reduce="sum")
+
+        def on_batch_end(self) -> None:
+            self.train_loop_obj.checkpoint_state()
+            self.log("x", 4.0, on_step=True, reduce="sum")
+
+    tl = make_loop()
+    tl.fit(num_epochs=1, callbacks=[Logs()])
+    assert tl.history.step_indices("x") == list(range(1, STEPS_PER_EPOCH + 1))
+    assert tl.history.steps("x") == [7.0] + [6.0] * (STEPS_PER_EPOCH - 1)

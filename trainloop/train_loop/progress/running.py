@@ -9,7 +9,7 @@ from trainloop.train_loop.progress.loop_state import LoopState
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from trainloop._metrics import Recorder, StepValues
+    from trainloop._metrics import Recorder
     from trainloop.callbacks.base import HookTable
 
 Stage = Literal["data", "forward", "backward", "complete", "hooks", "step", "done"]
@@ -44,7 +44,7 @@ class TrainingRun(Protocol):
     skip_steps: int
     """Steps of the next epoch that were done before the loaded checkpoint."""
     skip_batches: int | None
-    """Batches of these steps, if the last of them was cut short; else ``None``."""
+    """Batches of these steps; ``None`` if nothing was done before."""
     before_cut: dict[str, Any] | None
     """States before the hooks at the end of an epoch that the end of this run has cut short."""
     ended: bool
@@ -52,8 +52,8 @@ class TrainingRun(Protocol):
     finished: bool
     """True if all work at the end is done, except for the last checkpoint."""
 
-    def publish(self, steps: StepValues) -> None:
-        """Add step values to the history and, on rank 0, pass them to ``on_log``."""
+    def flush_logs(self, *, exchange: bool = False) -> None:
+        """Read the logs and pass them to ``on_log``; with ``exchange``, add all steps so far to the history."""
 
     def shared_of(self, loader: Any, name: str) -> Any:
         """Return the properties of an evaluation loader that must be equal on all ranks."""

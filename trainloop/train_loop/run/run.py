@@ -77,6 +77,8 @@ class Run:
     """
 
     trains = False
+    step_in_work: Any = None
+    """In a training, the step's batches, from their arrival until its last hook has run."""
 
     def __init__(self, loop: LoopState, place: Placement, stop: StopAgreement) -> None:
         self.parallel = has_ranks(loop.gpu_mode) and loop.world_size > 1
@@ -446,10 +448,10 @@ class Run:
         """
         # If any rank has a hook, all ranks exchange here. Without hooks, an occasional exchange is enough.
         has_hooks = any(callback.uses_hook("on_log") for callback in self.loop.callbacks)
-        if exchange:  # a hook may ask within a step, of which only some micro-batches are done, or later hooks log more
-            self.publish(self.recorder.exchange_steps(finished=self.loop.global_step))
-        elif has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
-            self.publish(self.recorder.exchange_steps())
+        if exchange or has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
+            # A hook may ask within a step, of which only some micro-batches are done, or later hooks log more.
+            complete = self.step_in_work is None
+            self.publish(self.recorder.exchange_steps(finished=self.loop.global_step, complete=complete))
         else:
             self.recorder.compact()
 

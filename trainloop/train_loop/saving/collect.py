@@ -42,7 +42,7 @@ def states_of_ranks(run: TrainingRun, *, check: bool = True) -> list[dict[str, A
     Without ``check``, it is not checked that all ranks have the same weights.
     """
     loop = run.loop
-    run.publish(run.recorder.exchange_steps())
+    run.flush_logs(exchange=True)
     gather_divided_states(loop.optimizer)
     if check:  # a checkpoint has rank 0's weights: ranks with different weights would not resume with their own
         run.gradients.check_same_weights()
@@ -167,6 +167,7 @@ def place_of(run: TrainingRun) -> dict[str, Any]:
         "grad_accumulation": loop.grad_accumulation,
         "global_batch_size": run.feed.global_batch_size,
         "loader_batches": run.feed.loader_batches,
+        "num_batches": run.feed.num_batches,
         "num_samples": run.feed.num_samples,
         "seed": run.seed,
         "num_epochs": loop.num_epochs,

@@ -214,12 +214,21 @@ def _check_data(feed: Any, place: dict[str, Any]) -> None:
         )
 
 
+def _sizes(feed: Any, place: dict[str, Any]) -> tuple[int, int, str]:
+    """Return the sizes of the micro-batches of a place's run and of this feed, over all ranks, and their unit."""
+    before, now = place["global_batch_size"], feed.global_batch_size
+    if None not in (before, now):
+        return before, now, "samples"
+    # Batches of a sampler of the user's own, for example; older checkpoints lack their number.
+    return place.get("loader_batches", feed.loader_batches), feed.loader_batches, "batches"
+
+
 def batches_here(feed: Any, place: dict[str, Any]) -> int | None:
     """Return how many of this feed's batches have what was read of an epoch at a place; None if none begins there."""
-    before, now = place["global_batch_size"], feed.global_batch_size
-    if None in (before, now):  # batches of a sampler of the user's own, for example
-        now = feed.loader_batches
-        before = place.get("loader_batches", now)  # older checkpoints lack it
+    if feed.num_batches is not None and place["epoch_batches"] == place.get("num_batches"):
+        whole: int = feed.num_batches  # all were read, and the last ones may be smaller
+        return whole
+    before, now, _ = _sizes(feed, place)
     done: int = before * place["epoch_batches"]
     return None if done % now else done // now
 
@@ -233,12 +242,11 @@ def done_here(run: TrainingRun, place: dict[str, Any]) -> tuple[int, int]:
     other = accumulation != place["grad_accumulation"] or batches != place["epoch_batches"]
     if batches is not None and (place.get("cut") or not other):
         return steps, batches
-    if batches is None or batches % accumulation:
-        size, unit = feed.global_batch_size or feed.loader_batches, "samples" if feed.global_batch_size else "batches"
-        before = place["global_batch_size"] or place.get("loader_batches", size)
+    if batches is None or (batches % accumulation and batches != feed.num_batches):
+        before, now, unit = _sizes(feed, place)
         raise CheckpointError(
             f"the checkpoint was written after {before * place['epoch_batches']} {unit} of its epoch, but this run's "
-            f"steps have {size * accumulation} {unit} over all ranks, so no step begins at that point. Choose "
+            f"steps have {now * accumulation} {unit} over all ranks, so no step begins at that point. Choose "
             "batch_size x ranks x grad_accumulation as before, or resume from a checkpoint at an epoch's end."
         )
-    return batches // accumulation, batches
+    return -(-batches // accumulation), batches

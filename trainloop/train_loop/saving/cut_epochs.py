@@ -25,7 +25,7 @@ def noted_cut(run: TrainingRun) -> dict[str, Any]:
     not in it: they keep the values that they have.
     """
     loop = run.loop
-    run.publish(run.recorder.exchange_steps())
+    run.flush_logs(exchange=True)
     mine = position(run)
     if run.parallel:  # a rank that is started later gets the columns of its predecessor
         mine["carried"] = carried_state_of(loop.model)

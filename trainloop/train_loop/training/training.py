@@ -93,6 +93,7 @@ class Training(Run):
     """
 
     trains = True
+    step_in_work: StepBatches | None = None
     stage: Stage = "done"
     """What the run is doing."""
     feed: Any
@@ -122,8 +123,6 @@ class Training(Run):
         self.savers: list[Saver] = []
         """The callbacks that write checkpoints between steps, on all ranks."""
         self.watch: Watch | None = None
-        self.step_in_work: StepBatches | None = None
-        """The step's batches, from their arrival until its last hook has run."""
         self.clock: StepClock = StepClock()
         self._late_read = LateRead()
         self.advice = Advice(self)
@@ -212,6 +211,7 @@ class Training(Run):
             if self.step_in_work is not None:
                 where = f"In step {loop.global_step + 1} (epoch {loop.epoch + 1})"
                 note_batch(exception, where, self.step_in_work.batches)
+                self.step_in_work = None
             if self.between_epochs and isinstance(exception, Exception):
                 self._rescue(exception)
             self._notify_exception(exception)
@@ -468,7 +468,7 @@ class Training(Run):
     def _notify_exception(self, exception: BaseException) -> None:
         if not self.parallel:  # the other ranks' values can't be gathered
             with suppress(Exception):
-                self.flush_logs()
+                self.flush_logs(exchange=True)
         with self._recording_alone():
             for hook in self.hooks.on_exception:
                 try:
