@@ -211,7 +211,6 @@ class Training(Run):
             if self.step_in_work is not None:
                 where = f"In step {loop.global_step + 1} (epoch {loop.epoch + 1})"
                 note_batch(exception, where, self.step_in_work.batches)
-                self.step_in_work = None
             if self.between_epochs and isinstance(exception, Exception):
                 self._rescue(exception)
             self._notify_exception(exception)
@@ -467,8 +466,8 @@ class Training(Run):
 
     def _notify_exception(self, exception: BaseException) -> None:
         if not self.parallel:  # the other ranks' values can't be gathered
-            with suppress(Exception):
-                self.flush_logs(exchange=True)
+            with suppress(Exception):  # no later hook of the step logs
+                self.publish(self.recorder.exchange_steps(finished=self.loop.global_step))
         with self._recording_alone():
             for hook in self.hooks.on_exception:
                 try:
