@@ -227,7 +227,8 @@ class History(Mapping[str, list[float]]):
                 self._step_indices[name], self._step_values[name] = array("q"), array("d")
             own_indices, own_values = self._step_indices[name], self._step_values[name]
             if again and own_indices and own_indices[-1] == again == indices[0]:
-                own_indices.pop(), own_values.pop()
+                own_indices.pop()
+                own_values.pop()
             own_indices.frombytes(indices.tobytes())
             own_values.frombytes(values.tobytes())
 

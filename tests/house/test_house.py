@@ -202,7 +202,7 @@ DOCUMENTED |= set("_saved_ignore_index _saved_reduction _saved_target _saved_tot
 # reason and with what happens when it goes away; another name, or another file, needs its row here.
 FOREIGN: dict[str, str] = {
     "callbacks/watch/failure_recorder.py": "_version",
-    "distributed/ranks.py": "_abort_process_group _get_backend",
+    "distributed/ranks.py": "_get_backend",
     "callbacks/weights/gradient.py": "_foreach_norm",
     "checkpoint/sharded_writing.py": "_StorageInfo",
     "data/batch/stops.py": "_IterableDatasetFetcher _MapDatasetFetcher",

@@ -149,9 +149,10 @@ def leave_group(*, failed: bool = False) -> None:
         _destroy_group()
         return
     with contextlib.suppress(Exception):  # report only the original failure
-        if "nccl" in str(dist.get_backend_config()):
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+        if abort is not None and "nccl" in str(dist.get_backend_config()):
             # Without the argument, torch 2.6.0 aborts only the default group, and leaves it half registered.
-            dist.distributed_c10d._abort_process_group(dist.group.WORLD)
+            abort(dist.group.WORLD)
         else:
             _destroy_group()
 

@@ -170,7 +170,8 @@ def scalars(name: object, what: str) -> Iterator[None]:
 def _listed(names: Iterable[object]) -> str:
     """List names for an error message; the list is shortened if it is long."""
     texts = [repr(str(name)) for name in names]
-    return ", ".join(texts[:12]) + (f" and {len(texts) - 12} more" if len(texts) > 12 else "")
+    most = 12
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 # -- kinds of columns ------------------------------------------------------------------------------------------------

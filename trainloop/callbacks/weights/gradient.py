@@ -173,12 +173,15 @@ def norms_of(tensors: Sequence[Tensor], order: float = 2) -> Sequence[Tensor]:
     """Return the norm of each tensor. On a GPU, a few kernels compute all of them.
 
     ``torch._foreach_norm`` is private, but torch's ``get_total_norm`` uses it (checked in the sources of 2.6 to 2.15).
+    Without it, each tensor needs its own kernel.
     """
     if any(map(is_sharded, tensors)):
         return norms_over_ranks(tensors, order)
     if order == math.inf and all(tensor.device.type == "cpu" for tensor in tensors):
         return [_largest(tensor) for tensor in tensors]
-    return torch._foreach_norm(list(tensors), order)
+    if hasattr(torch, "_foreach_norm"):
+        return torch._foreach_norm(list(tensors), order)
+    return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
 
 
 def which_are_finite(values: Sequence[Tensor]) -> list[bool]:

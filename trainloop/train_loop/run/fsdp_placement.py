@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -215,12 +214,15 @@ def _map_kept(kept: Iterable[dict[str, Any]], others: set[int], function: Callab
                 continue
             if isinstance(value, dict):
                 for key, item in list(value.items()):  # Counter.update would add
-                    now = function(key) if is_sharded(key) else key
+                    now, mapped = function(key) if is_sharded(key) else key, _map_shards(item, function)
                     if now is not key:
                         del value[key]
-                    value[now] = _map_shards(item, function)
+                    if now is not key or mapped is not item:
+                        value[now] = mapped
             elif type(value) is list:
-                value[:] = [_map_shards(item, function) for item in value]
+                for i, item in enumerate(value):
+                    if (mapped := _map_shards(item, function)) is not item:
+                        value[i] = mapped
             elif (now := _map_shards(value, function)) is not value:
                 attributes[name] = now
 
@@ -231,7 +233,8 @@ def _own_objects(value: Any, seen: set[int]) -> Iterator[Any]:
         return
     if isinstance(value, (dict, list, tuple)):
         seen.add(id(value))
-        for part in islice(value.values() if isinstance(value, dict) else value, _SEARCHED):
+        # A copy: a thread of the user's may change the container meanwhile.
+        for part in list(value.values() if isinstance(value, dict) else value)[:_SEARCHED]:
             yield from _own_objects(part, seen)
     elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _LIBRARIES:
         seen.add(id(value))
