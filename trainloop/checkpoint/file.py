@@ -19,7 +19,7 @@ from torch import Tensor
 from trainloop._support.distribution import import_extra
 from trainloop._support.user_line import warn
 from trainloop.checkpoint import sharded
-from trainloop.checkpoint.plain import plain
+from trainloop.checkpoint.plain import for_file, from_file, plain
 from trainloop.checkpoint.storage import Folder, folder, split_file
 from trainloop.errors import CheckpointError
 from trainloop.parallel.sharded.shards import bit_sums, is_sharded, with_items
@@ -133,7 +133,7 @@ def save(
 
 def _write(file: BinaryIO, body: Any, info: CheckpointInfo) -> None:
     out = _Checksummed(file)
-    torch.save(body, cast(BinaryIO, out))  # torch.save uses only write() and flush()
+    torch.save(for_file(body), cast(BinaryIO, out))  # torch.save uses only write() and flush()
     if out.error is not None:
         raise out.error
     described = json.dumps(asdict(info)).encode("utf-8")
@@ -299,7 +299,7 @@ def _read(path: str) -> dict[str, Any]:
                     "was run. Use a checkpoint that trainloop wrote."
                 )
             local.seek(0)
-            state = torch.load(local, map_location="cpu", weights_only=True)
+            state = from_file(torch.load(local, map_location="cpu", weights_only=True))
     except CheckpointError:
         raise
     except FileNotFoundError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -13,10 +13,16 @@ from torch.serialization import get_safe_globals
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainloop.errors import CheckpointError
+from trainloop.parallel.sharded.shards import map_items
 
 _UNCHANGED = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 _BASES: Any = (int, float, complex, bytes)
+
+_FACTORIES: dict[str | None, Any] = {None: None} | {
+    kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool, Counter, OrderedDict, deque)
+}
+_MARK = "trainloop.container"
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -32,9 +38,9 @@ def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor
     numpy arrays                                    tensors (their data copied)
     tensors, parameters                             tensors without gradient; a view is copied from its storage
     tensors made of others (such as torchao's)      unchanged, if their class is one of torch's safe globals
-    dicts of any kind                               dict; a Counter stays one, and so does an OrderedDict, with a state
-                                                    dict's ``_metadata``
-    lists, deques; tuples, namedtuples; sets        list; tuple; set
+    OrderedDict (with a state dict's ``_metadata``) unchanged, and so are a Counter, a deque (with its ``maxlen``), and
+                                                    a defaultdict whose factory is a built-in type
+    other dicts; lists; tuples, namedtuples; sets   dict; list; tuple; set
     ==============================================  ==================================================================
 
     Parameters
@@ -71,7 +77,8 @@ def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor
     if isinstance(value, tuple):
         return tuple(plain(item, f"{where}[{i}]", tensor=tensor) for i, item in enumerate(value))
     if isinstance(value, (list, deque)):
-        return [plain(item, f"{where}[{i}]", tensor=tensor) for i, item in enumerate(value)]
+        items = [plain(item, f"{where}[{i}]", tensor=tensor) for i, item in enumerate(value)]
+        return deque(items, value.maxlen) if type(value) is deque else items
     if isinstance(value, (set, frozenset)):
         return {plain(item, f"an element of {where}") for item in value}
     if isinstance(value, str):
@@ -87,6 +94,8 @@ def _plain_mapping(value: Mapping[Any, Any], where: str, tensor: Callable[[Tenso
         (plain(key, f"the key {key!r} of {where}"), plain(item, f"{where}[{key!r}]", tensor=tensor))
         for key, item in value.items()
     ]
+    if isinstance(value, defaultdict) and value.default_factory in _FACTORIES.values():
+        return defaultdict(value.default_factory, pairs)
     if type(value) is not OrderedDict:
         return Counter(dict(pairs)) if type(value) is Counter else dict(pairs)
     ordered = OrderedDict(pairs)
@@ -120,6 +129,32 @@ def _tensor_from_array(value: np.ndarray[Any, Any], where: str) -> Tensor:
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
     except TypeError:
         return _refuse(value, where)
+
+
+def for_file(value: Any) -> Any:
+    """Replace the deques and defaultdicts of a plain state by OrderedDicts with an attribute that describes them.
+
+    ``torch.load(weights_only=True)`` creates neither, and of the containers that it creates only an OrderedDict may
+    have attributes. :func:`from_file` is the inverse.
+    """
+    value = map_items(value, lambda _, item: for_file(item))
+    if type(value) is deque:
+        marked, mark = OrderedDict(enumerate(value)), ["deque", value.maxlen]
+    elif type(value) is defaultdict:
+        marked, mark = OrderedDict(value), ["defaultdict", getattr(value.default_factory, "__name__", None)]
+    else:
+        return value
+    marked.__dict__[_MARK] = mark
+    return marked
+
+
+def from_file(value: Any) -> Any:
+    """Return a state whose deques and defaultdicts :func:`for_file` had replaced."""
+    value = map_items(value, lambda _, item: from_file(item))
+    if type(value) is not OrderedDict or _MARK not in value.__dict__:
+        return value
+    kind, argument = value.__dict__[_MARK]
+    return deque(value.values(), argument) if kind == "deque" else defaultdict(_FACTORIES[argument], value)
 
 
 def _refuse(value: Any, where: str) -> NoReturn:

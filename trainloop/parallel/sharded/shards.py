@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -156,7 +157,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
-    """Return a dict, list or tuple of ``function(key or index, item)`` of each item; return other objects unchanged.
+    """Return a dict, list, tuple or deque of ``function(key or index, item)`` of each item; other objects unchanged.
 
     Unlike :func:`~trainloop._support.nested.map_parts` it copies no objects of other types: a state may contain
     user objects, which must remain the same objects.
@@ -165,15 +166,18 @@ def map_items(value: Any, function: Callable[[Any, Any], Any]) -> Any:
         return with_items(value, {key: function(key, item) for key, item in value.items()})
     if type(value) in (list, tuple):
         return type(value)(function(i, item) for i, item in enumerate(value))
+    if type(value) is deque:
+        return deque((function(i, item) for i, item in enumerate(value)), value.maxlen)
     return value
 
 
 def with_items(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     """Return ``items`` as a dictionary of the type of ``like``, with its attributes (a state's module versions)."""
-    if type(like) is not OrderedDict:
-        return Counter(items) if type(like) is Counter else items
-    made = OrderedDict(items)
-    made.__dict__.update(like.__dict__)
+    if type(like) not in (OrderedDict, Counter, defaultdict):
+        return items
+    made = copy.copy(like)
+    made.clear()
+    made.update(items)
     return made
 
 

@@ -12,6 +12,7 @@ import torch
 from trainloop import checkpoint, distributed
 from trainloop._launch import join, rank_from_launcher
 from trainloop.callbacks.base import overrides_of_user
+from trainloop.checkpoint.plain import for_file, from_file
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.train_loop.arguments.checks import short
@@ -63,7 +64,7 @@ def _state_of_rank_zero(loop: LoopState, resume_from: Any) -> tuple[dict[str, An
             raise
         data = io.BytesIO()
         if state is not None and not in_files:
-            torch.save(state, data)
+            torch.save(for_file(state), data)
         answer = {"why": why, "state": data.getvalue(), "places": [getattr(one, "place", "") for one in keepers]}
     answer = distributed.broadcast_object(answer)
     if distributed.is_global_zero():
@@ -76,7 +77,7 @@ def _state_of_rank_zero(loop: LoopState, resume_from: Any) -> tuple[dict[str, An
     if in_files:
         return checkpoint_to_resume(loop, resume_from), answer["why"]
     if answer["state"]:
-        state = torch.load(io.BytesIO(answer["state"]), map_location="cpu", weights_only=True)
+        state = from_file(torch.load(io.BytesIO(answer["state"]), map_location="cpu", weights_only=True))
     return state, answer["why"]
 
 
