@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -265,10 +265,12 @@ class KeepsAnObject(AbstractCallback):
     average: Any = None
 
     def on_train_begin(self) -> None:
-        self.average = {"ema": [Average(self.train_loop_obj.model.parameters())]}
+        self.average = {"ema": deque([Average(self.train_loop_obj.model.parameters())])}
+        self.last: deque[Tensor] = deque(maxlen=2)
 
     def on_after_optimizer_step(self) -> None:
         self.average["ema"][0].step(self.train_loop_obj.model.parameters())
+        self.last.append(next(self.train_loop_obj.model.parameters()).detach().clone())
 
 
 @needs_fsdp_on_cpu
@@ -283,7 +285,8 @@ def test_what_an_object_of_a_callback_keeps_comes_back_whole() -> None:
             progress_bar=False, **how,
         ).fit(num_epochs=2, callbacks=[keeps])  # fmt: skip
         average = keeps.average["ema"][0]
-        kept.append([*average.shadow, *average.ends])
+        assert keeps.last.maxlen == len(keeps.last) == 2
+        kept.append([*average.shadow, *average.ends, *keeps.last])
         assert all(type(tensor) is Tensor for tensor in kept[-1])
     for one, other in zip(*kept, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)

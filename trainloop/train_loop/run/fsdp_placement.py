@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -219,7 +220,7 @@ def _map_kept(kept: Iterable[dict[str, Any]], others: set[int], function: Callab
                         del value[key]
                     if now is not key or mapped is not item:
                         value[now] = mapped
-            elif type(value) is list:
+            elif type(value) in (list, deque):
                 for i, item in enumerate(value):
                     if (mapped := _map_shards(item, function)) is not item:
                         value[i] = mapped
@@ -231,7 +232,7 @@ def _own_objects(value: Any, seen: set[int]) -> Iterator[Any]:
     """Yield objects of the user's own classes in a value, such as an average of the weights, once each."""
     if id(value) in seen or isinstance(value, _NOT_SEARCHED):
         return
-    if isinstance(value, (dict, list, tuple)):
+    if isinstance(value, (dict, list, tuple, deque)):
         seen.add(id(value))
         # A copy: a thread of the user's may change the container meanwhile.
         for part in list(value.values() if isinstance(value, dict) else value)[:_SEARCHED]:
