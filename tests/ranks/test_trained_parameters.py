@@ -109,6 +109,17 @@ def trained(tl: TrainLoop, act: Any, **options: Any) -> dict[str, Tensor]:
     return {**tl.model.state_dict(), "scale": tl.criterion.scale.detach().clone()}
 
 
+def half_and_back(moment: str) -> Any:
+    """As for a copy in float16 that is saved: the weights are the same afterwards."""
+
+    def act(loop: TrainLoop, now: str) -> None:
+        if now == moment:
+            weights = {name: value.clone() for name, value in loop.model.state_dict().items()}
+            loop.model.half().double().load_state_dict(weights)
+
+    return act
+
+
 RECIPES: dict[str, tuple[bool, bool, Any]] = {  # frozen at first, in the optimizer from the start, what happens
     "nothing": (False, True, lambda loop, now: None),
     "unfrozen at an epoch's begin": (True, True, body_trains("epoch 1")),
@@ -116,6 +127,7 @@ RECIPES: dict[str, tuple[bool, bool, Any]] = {  # frozen at first, in the optimi
     "unfrozen before a forward": (True, True, body_trains("before step 3")),
     "frozen before a forward": (False, True, body_trains("before step 3", False)),
     "frozen and unfrozen": (False, True, both(body_trains("after step 2", False), body_trains("epoch 2"))),
+    "in another dtype and back": (False, True, both(half_and_back("after step 2"), half_and_back("epoch 2"))),
     "a group of its own": (True, False, body_trains("epoch 1", group=True)),
 }
 

@@ -23,7 +23,7 @@ from trainloop.optim.optimizers import parameters_of
 from trainloop.optim.parameters import criterion_modules, named_trained_parameters, own_parameters
 from trainloop.optim.states import divides_state
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
-from trainloop.parallel.ddp import cloned_gradient, comm_hooks_of
+from trainloop.parallel.ddp import cloned_gradient, comm_hooks_of, hooked_node
 from trainloop.parallel.sharded.shards import bit_sums, is_sharded
 
 # Seconds that a rank that changes requires_grad within an epoch waits for the others to do the same.
@@ -66,6 +66,9 @@ class TrainedParameters:
         self._named = dict(self._model.named_parameters())
         self._parameters = list(self._named.values())
         self._kinds = _kinds_of(self._parameters)
+        # .half() and back replaces all parameters' nodes with DDP's hooks. To compare each would take too long.
+        self._first = [p for p in self._parameters if p.requires_grad][:1]
+        self._hooked = list(map(hooked_node, self._first))
         self._frozen = [p for p in self._parameters if not p.requires_grad]
         criterion, optimizer = self._now_beside()
         other, self._known_criterion = criterion is not self._known_criterion, criterion
@@ -75,11 +78,11 @@ class TrainedParameters:
             copy_from_first([*self._beside.values(), *buffers])
 
     def changed(self, *, everything: bool = False) -> bool:
-        """Return True if a parameter was frozen, unfrozen or reshaped since :meth:`note`; called before each step.
+        """Return True if a parameter was frozen, unfrozen, converted or reshaped since :meth:`note`.
 
-        With ``everything``, return True also if parameters were added, removed or replaced.
+        Called before each step. With ``everything``, return True also if parameters were added, removed or replaced.
         """
-        if _kinds_of(self._parameters) != self._kinds:
+        if _kinds_of(self._parameters) != self._kinds or list(map(hooked_node, self._first)) != self._hooked:
             return True
         return everything and not self._are_same()
 
