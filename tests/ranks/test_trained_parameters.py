@@ -192,9 +192,31 @@ class Drifts(AbstractCallback):
                 self.train_loop_obj.model.head.bias[1] += 0.25
 
 
+def other_criterion_on_rank_1(loop: TrainLoop, now: str) -> None:
+    if now == "epoch 1" and loop.rank == 1:
+        loop.criterion = nn.GaussianNLLLoss()
+
+
+def other_head_on_rank_1(loop: TrainLoop, now: str) -> None:
+    if now == "epoch 1" and loop.rank == 1:
+        loop.model.head = nn.Linear(8, 3).double()
+
+
 @pytest.mark.parametrize(
     "callback, words",
     [
+        pytest.param(
+            Acts(other_criterion_on_rank_1),
+            "a criterion of class GaussianNLLLoss, with means of losses on rank 1, but a criterion of class Centers",
+            id="a criterion without its parameters",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            Acts(other_head_on_rank_1),
+            "rank 1 has replaced, added or removed parameters",
+            id="another module",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             Acts(body_trains("epoch 1", rank=1)),
             "body.2.weight, body.2.bias: trained on rank 1 (requires_grad), but frozen on rank 0",
