@@ -259,6 +259,7 @@ def changed_after_wrapping() -> dict[str, str]:
         "frozen": frozen,
         "wrapper": converted(lambda wrapper: wrapper.bfloat16()),
         "part": converted(lambda wrapper: wrapper.module.head.half()),
+        "and back": converted(lambda wrapper: wrapper.half().float()),
         "unchanged": converted(lambda wrapper: wrapper.cpu().to("cpu")),
         "evaluated": evaluated,
     }
@@ -426,7 +427,7 @@ def test_changes_after_wrapping_are_errors(two_ranks: list[dict[str, Any]]) -> N
     for facts in two_ranks:
         said = facts["changed"]
         assert "in the last backward: head.weight, head.bias." in said["frozen"]
-        for name in ("wrapper", "part"):
+        for name in ("wrapper", "part", "and back"):
             assert "parameters has changed since TTDistributedDataParallel wrapped it" in said[name]
         assert said["unchanged"] == said["evaluated"] == "no error"
 

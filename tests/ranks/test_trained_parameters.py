@@ -109,6 +109,17 @@ def trained(tl: TrainLoop, act: Any, **options: Any) -> dict[str, Tensor]:
     return {**tl.model.state_dict(), "scale": tl.criterion.scale.detach().clone()}
 
 
+def half_and_back(moment: str) -> Any:
+    """As for a copy in float16 that is saved: the weights are the same afterwards."""
+
+    def act(loop: TrainLoop, now: str) -> None:
+        if now == moment:
+            weights = {name: value.clone() for name, value in loop.model.state_dict().items()}
+            loop.model.half().double().load_state_dict(weights)
+
+    return act
+
+
 RECIPES: dict[str, tuple[bool, bool, Any]] = {  # frozen at first, in the optimizer from the start, what happens
     "nothing": (False, True, lambda loop, now: None),
     "unfrozen at an epoch's begin": (True, True, body_trains("epoch 1")),
@@ -116,6 +127,7 @@ RECIPES: dict[str, tuple[bool, bool, Any]] = {  # frozen at first, in the optimi
     "unfrozen before a forward": (True, True, body_trains("before step 3")),
     "frozen before a forward": (False, True, body_trains("before step 3", False)),
     "frozen and unfrozen": (False, True, both(body_trains("after step 2", False), body_trains("epoch 2"))),
+    "in another dtype and back": (False, True, both(half_and_back("after step 2"), half_and_back("epoch 2"))),
     "a group of its own": (True, False, body_trains("epoch 1", group=True)),
 }
 
@@ -180,9 +192,31 @@ class Drifts(AbstractCallback):
                 self.train_loop_obj.model.head.bias[1] += 0.25
 
 
+def other_criterion_on_rank_1(loop: TrainLoop, now: str) -> None:
+    if now == "epoch 1" and loop.rank == 1:
+        loop.criterion = nn.GaussianNLLLoss()
+
+
+def other_head_on_rank_1(loop: TrainLoop, now: str) -> None:
+    if now == "epoch 1" and loop.rank == 1:
+        loop.model.head = nn.Linear(8, 3).double()
+
+
 @pytest.mark.parametrize(
     "callback, words",
     [
+        pytest.param(
+            Acts(other_criterion_on_rank_1),
+            "a criterion of class GaussianNLLLoss, with means of losses on rank 1, but a criterion of class Centers",
+            id="a criterion without its parameters",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            Acts(other_head_on_rank_1),
+            "rank 1 has replaced, added or removed parameters",
+            id="another module",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             Acts(body_trains("epoch 1", rank=1)),
             "body.2.weight, body.2.bias: trained on rank 1 (requires_grad), but frozen on rank 0",

@@ -116,6 +116,9 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         self._settle_buckets()
         self._become_transparent()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_tt_hooked"}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._settle_buckets()
@@ -131,6 +134,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         super()._ddp_init_helper(parameters, sparse, names, static_graph)
         self._tt_reduced = list(zip(parameters, sparse, strict=True))
         self._tt_kinds = _kinds_of(self._tt_reduced)
+        self._tt_hooked = hooked_node(parameters[0])
         for parameter, is_sparse in self._tt_reduced:
             if is_sparse:
                 # DDP divides its gradient in place. The gradient shares memory with the gradient of the layer's output,
@@ -210,11 +214,14 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         return all(map(self._are_here, parts))
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and _kinds_of(self._tt_reduced) != self._tt_kinds:
+        if torch.is_grad_enabled() and (
+            _kinds_of(self._tt_reduced) != self._tt_kinds
+            or hooked_node(self._tt_reduced[0][0]) not in (None, self._tt_hooked)
+        ):
             raise ConfigurationError(
                 "the dtype or the device of the model's parameters has changed since TTDistributedDataParallel wrapped "
-                "it (by .float(), .half() or .to(), for example), so gradients would not be averaged over ranks. Make "
-                "the change before wrapping, or wrap the model again."
+                "it (by .float(), .half() or .to(), for example, even if it was changed back), so gradients would not "
+                "be averaged over ranks. Make the change before wrapping or in a copy, or wrap the model again."
             )
         # torch rebuilds each container of a batch, which fails with a defaultdict and other subclasses of dict. The
         # loop's batches are on the GPU already, so that torch needn't see them.
@@ -430,6 +437,17 @@ def comm_hooks_of(wrapper: DistributedDataParallel) -> Sequence[tuple[Any, Any]]
 def _kinds_of(reduced: list[tuple[Tensor, bool]]) -> list[Any]:
     """Return what the reducer's hooks depend on: they are lost if a parameter's ``.data`` gets another one."""
     return [*(p.device for p, _ in reduced[:1]), *(p.dtype for p, _ in reduced)]
+
+
+def hooked_node(parameter: Tensor) -> Any:
+    """Return the node of autograd's graph on which DDP has its hook, or None if there is none to compare.
+
+    Another dtype or device replaces this node, and it stays replaced if the parameter is changed back.
+    """
+    if type(parameter) is not nn.Parameter or not parameter.requires_grad or torch.compiler.is_compiling():
+        return None
+    with torch.enable_grad():
+        return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _explained(error: RuntimeError, wrapper: TTDistributedDataParallel) -> RuntimeError:

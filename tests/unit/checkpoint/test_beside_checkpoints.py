@@ -582,6 +582,29 @@ def test_of_a_module_that_saves_a_part_of_its_state_the_rest_is_named(tmp_path: 
         )
 
 
+class Weighs(Net):
+    """Gives a value to a buffer that is None at first, and changes it in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", None)
+
+    def get_loss(self, *args: Any) -> Tensor:
+        self.weight = torch.ones(()) if self.weight is None else self.weight * 1.01
+        return super().get_loss(*args) * self.weight
+
+
+def test_a_buffer_that_is_none_at_first_is_saved_and_not_named(tmp_path: Path) -> None:
+    first = make_loop(Weighs(), validation=False)
+    first.fit(num_epochs=2, callbacks=[saved(tmp_path)])
+    resumed = make_loop(Weighs(), validation=False)
+    found = warnings_of(
+        lambda: resumed.fit(num_epochs=2, callbacks=[saved(tmp_path)], resume_from=path_of(tmp_path, 9))
+    )
+    assert not [one for one in found if "does not contain" in one]
+    assert torch.equal(resumed.model.weight, first.model.weight)
+
+
 @pytest.mark.parametrize("callback", [ChangesWithState, ChangesOnResume])
 def test_what_a_callback_restores_is_not_named(tmp_path: Path, callback: Any) -> None:
     fit = with_state_in("changes.best", callback)

@@ -246,9 +246,17 @@ class Beside:
 
 
 def saved_names(loop: LoopState) -> set[str]:
-    """Return the names that checkpoints contain. In ``fsdp``, all ranks call it, since it shards what is gathered."""
-    criteria = (("criterion.", module) for module in criterion_modules(loop.criterion))
-    return {f"{prefix}{name}" for prefix, whole in (("", loop.model), *criteria) for name in whole.state_dict()}
+    """Return the names that checkpoints contain, also those of buffers that are still None.
+
+    In ``fsdp``, all ranks call it, since it shards what is gathered.
+    """
+    names = set()
+    for prefix, whole in (("", loop.model), *(("criterion", module) for module in criterion_modules(loop.criterion))):
+        names |= {f"{prefix}.{name}".lstrip(".") for name in whole.state_dict()}
+        for path, part in whole.named_modules(prefix=prefix):
+            empty = {name for name, buffer in part._buffers.items() if buffer is None}
+            names |= {f"{path}.{name}".lstrip(".") for name in empty - part._non_persistent_buffers_set}
+    return names
 
 
 def warn_of_lost(loop: LoopState, saved: Mapping[str, int], epoch: int, *, trains: bool = True) -> None:

@@ -29,6 +29,7 @@ from trainloop.parallel.dp import refuse_changes_in_get_loss
 from trainloop.parallel.sharded.shards import clip_gradients, is_sharded, local_shard
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.run.losses import BatchLoss, read_loss
+from trainloop.train_loop.training.consistency import check_same_on_all_ranks
 from trainloop.train_loop.training.own_weights import OwnWeights
 from trainloop.train_loop.training.step_weight import Converted, StepWeight, as_factor
 from trainloop.train_loop.training.trained import TrainedParameters
@@ -119,10 +120,10 @@ class Gradients:
 
     # -- parameters that are frozen, unfrozen or added while ranks train ---------------------------------------------
 
-    def follow_at_epoch_begin(self, settings: Mapping[str, Any]) -> bool:
+    def follow_at_epoch_begin(self, settings: dict[str, Any]) -> bool:
         """Take the parameters, the optimizers and the rule for sums as they are now. Collective.
 
-        Return True if all ranks have the same ``settings``.
+        Return True if all ranks have the same callbacks. Other settings that differ are an error.
         """
         outdated, self.outdated = self.outdated or self._steps_others(), False
         self.take_rules()
@@ -136,9 +137,16 @@ class Gradients:
         ignored = getattr(wrapper, "parameters_to_ignore", ())  # DDP's name for parameters and buffers
         shared = [(name, b) for name, b in self._run.loop.model.named_buffers() if shares and name not in ignored]
         changed, alike = self.trained.agree(zlib.crc32(repr(settings).encode()), shared)
-        if changed:
+        # Before a change is followed, which is an exchange: other ranks may not have this change.
+        same_callbacks = alike or check_same_on_all_ranks(settings)
+        if (2 in changed) and min(changed) < 2:
+            raise ConfigurationError(
+                f"rank {changed.index(2)} has replaced, added or removed parameters of the model, the criterion or the "
+                f"optimizer, but rank {changed.index(min(changed))} has not. Make the same changes on every rank."
+            )
+        if any(changed):
             self._follow(self.trained)
-        return alike
+        return same_callbacks
 
     def follow_at_step_begin(self) -> None:
         """Follow what has changed within an epoch. In modes with ranks, wait until the others have the same change."""

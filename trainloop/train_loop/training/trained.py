@@ -23,7 +23,7 @@ from trainloop.optim.optimizers import parameters_of
 from trainloop.optim.parameters import criterion_modules, named_trained_parameters, own_parameters
 from trainloop.optim.states import divides_state
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
-from trainloop.parallel.ddp import cloned_gradient, comm_hooks_of
+from trainloop.parallel.ddp import cloned_gradient, comm_hooks_of, hooked_node
 from trainloop.parallel.sharded.shards import bit_sums, is_sharded
 
 # Seconds that a rank that changes requires_grad within an epoch waits for the others to do the same.
@@ -66,6 +66,9 @@ class TrainedParameters:
         self._named = dict(self._model.named_parameters())
         self._parameters = list(self._named.values())
         self._kinds = _kinds_of(self._parameters)
+        # .half() and back replaces all parameters' nodes with DDP's hooks. To compare each would take too long.
+        self._first = [p for p in self._parameters if p.requires_grad][:1]
+        self._hooked = list(map(hooked_node, self._first))
         self._frozen = [p for p in self._parameters if not p.requires_grad]
         criterion, optimizer = self._now_beside()
         other, self._known_criterion = criterion is not self._known_criterion, criterion
@@ -75,11 +78,11 @@ class TrainedParameters:
             copy_from_first([*self._beside.values(), *buffers])
 
     def changed(self, *, everything: bool = False) -> bool:
-        """Return True if a parameter was frozen, unfrozen or reshaped since :meth:`note`; called before each step.
+        """Return True if a parameter was frozen, unfrozen, converted or reshaped since :meth:`note`.
 
-        With ``everything``, return True also if parameters were added, removed or replaced.
+        Called before each step. With ``everything``, return True also if parameters were added, removed or replaced.
         """
-        if _kinds_of(self._parameters) != self._kinds:
+        if _kinds_of(self._parameters) != self._kinds or list(map(hooked_node, self._first)) != self._hooked:
             return True
         return everything and not self._are_same()
 
@@ -92,7 +95,7 @@ class TrainedParameters:
         before = [*self._parameters, *self._beside.values()]
         return len(now) == len(before) and all(map(operator.is_, now, before))
 
-    def agree(self, settings: int, shared: Iterable[tuple[str, Tensor]] = ()) -> tuple[bool, bool]:
+    def agree(self, settings: int, shared: Iterable[tuple[str, Tensor]] = ()) -> tuple[list[int], bool]:
         """Check that all ranks train the same parameters. Collective, when an epoch begins.
 
         Parameters
@@ -104,8 +107,10 @@ class TrainedParameters:
 
         Returns
         -------
-        changed, alike : bool
-            True if the parameters have changed, and True if all ranks have the same settings.
+        changed : list of int
+            For each rank: 0 if its parameters are as before, 1 if one has changed, 2 if they are other objects.
+        alike : bool
+            True if all ranks have the same settings.
 
         Raises
         ------
@@ -115,12 +120,14 @@ class TrainedParameters:
         # Digests first: ranks exchange the names of thousands of parameters only if the digests differ.
         names = [name for name, p in self._model.named_parameters() if p.requires_grad]
         shapes = {name: tuple(buffer.shape) for name, buffer in shared if not nn.parameter.is_lazy(buffer)}
-        digests = distributed.exchange_ints([zlib.crc32(repr(one).encode()) for one in (names, shapes)] + [settings])
+        changed = int(self.changed()) if self._are_same() else 2
+        checksums = [zlib.crc32(repr(one).encode()) for one in (names, shapes)]
+        digests = distributed.exchange_ints([*checksums, changed, settings])
         if any(digest != digests[0][0] for digest, *_ in digests):
             _raise_unequal(distributed.gather_object(names))
-        if any(digest != digests[0][1] for _, digest, _ in digests):
+        if any(digest != digests[0][1] for _, digest, *_ in digests):
             _raise_unequal_buffers(distributed.gather_object(shapes))
-        return self.changed(everything=True), all(theirs == settings for *_, theirs in digests)
+        return [theirs for _, _, theirs, _ in digests], all(theirs == settings for *_, theirs in digests)
 
     def meet(self) -> None:
         """Within an epoch, wait until the other ranks make the change that this rank has detected.
@@ -144,11 +151,12 @@ class TrainedParameters:
                 store.wait([key], timedelta(seconds=self._patience_s))
             except RuntimeError as e:
                 before = {name for name, (flag, *_) in zip(self._named, self._kinds, strict=True) if flag}
-                change = sorted(before.symmetric_difference(names))
+                flags = sorted(before.symmetric_difference(names))[:5]
+                change = f"requires_grad of {', '.join(flags)}" if flags else "the parameters, their dtypes or shapes"
                 raise ConfigurationError(
-                    f"rank {rank} changed requires_grad of {', '.join(change[:5])}, but rank {other} did not do so "
+                    f"rank {rank} changed {change}, but rank {other} did not do so "
                     f"within {self._patience_s:g} s. Gradients can be averaged only if all ranks train the same "
-                    "parameters, so freeze and unfreeze on every rank at the same step."
+                    "parameters, so make the same changes on every rank at the same step."
                 ) from e
         everyone = [store.get(key).decode().split("\n") for key in keys]
         if any(theirs != names for theirs in everyone):

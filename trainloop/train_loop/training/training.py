@@ -518,8 +518,7 @@ class Training(Run):
         # This is after the hook, in which callbacks may change everything, and before the first forward.
         self.take_data(loop.epoch)
         settings = requested_settings(self, gather=self._job.gather, resume=None) if self.parallel else {}
-        if not self.gradients.follow_at_epoch_begin(settings):
-            self._same_callbacks = check_same_on_all_ranks(settings)
+        self._same_callbacks = self.gradients.follow_at_epoch_begin(settings)
         self._checks_backward = self.gradients.combines
         # Without the mode of torch's functions in later steps, torch.compile would compile again.
         trained = trained_modules(loop.model, loop.criterion)
