@@ -110,12 +110,13 @@ def trained(tl: TrainLoop, act: Any, **options: Any) -> dict[str, Tensor]:
 
 
 def half_and_back(moment: str) -> Any:
-    """As for a copy in float16 that is saved: the weights are the same afterwards."""
+    """As for a copy in float16 that is saved: the weights are the same afterwards. At an epoch's begin, of a part."""
 
     def act(loop: TrainLoop, now: str) -> None:
         if now == moment:
-            weights = {name: value.clone() for name, value in loop.model.state_dict().items()}
-            loop.model.half().double().load_state_dict(weights)
+            converted = [*loop.model.children()][-1] if "epoch" in moment else loop.model
+            weights = {name: value.clone() for name, value in converted.state_dict().items()}
+            converted.half().double().load_state_dict(weights)
 
     return act
 

@@ -66,9 +66,7 @@ class TrainedParameters:
         self._named = dict(self._model.named_parameters())
         self._parameters = list(self._named.values())
         self._kinds = _kinds_of(self._parameters)
-        # .half() and back replaces all parameters' nodes with DDP's hooks. To compare each would take too long.
-        self._first = [p for p in self._parameters if p.requires_grad][:1]
-        self._hooked = list(map(hooked_node, self._first))
+        self._hooked = [(p, hooked_node(p)) for p in self._parameters if p.requires_grad]
         self._frozen = [p for p in self._parameters if not p.requires_grad]
         criterion, optimizer = self._now_beside()
         other, self._known_criterion = criterion is not self._known_criterion, criterion
@@ -82,9 +80,13 @@ class TrainedParameters:
 
         Called before each step. With ``everything``, return True also if parameters were added, removed or replaced.
         """
-        if _kinds_of(self._parameters) != self._kinds or list(map(hooked_node, self._first)) != self._hooked:
+        return self._are_converted(each=everything) or (everything and not self._are_same())
+
+    def _are_converted(self, *, each: bool) -> bool:
+        if _kinds_of(self._parameters) != self._kinds:
             return True
-        return everything and not self._are_same()
+        # .half() and back replaces the nodes with DDP's hooks. To compare each node in each step would take too long.
+        return any(hooked_node(p) is not node for p, node in (self._hooked if each else self._hooked[:1]))
 
     def _are_same(self) -> bool:
         criterion, optimizer = self._now_beside()
@@ -120,7 +122,7 @@ class TrainedParameters:
         # Digests first: ranks exchange the names of thousands of parameters only if the digests differ.
         names = [name for name, p in self._model.named_parameters() if p.requires_grad]
         shapes = {name: tuple(buffer.shape) for name, buffer in shared if not nn.parameter.is_lazy(buffer)}
-        changed = int(self.changed()) if self._are_same() else 2
+        changed = int(self._are_converted(each=True)) if self._are_same() else 2
         checksums = [zlib.crc32(repr(one).encode()) for one in (names, shapes)]
         digests = distributed.exchange_ints([*checksums, changed, settings])
         if any(digest != digests[0][0] for digest, *_ in digests):
