@@ -118,7 +118,10 @@ class AbstractCallback:
             parameters = inspect.signature(cls.__init__).parameters if kwargs else {}
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 refuse(cls.__name__, kwargs, list(parameters)[1:])
-            return super().__new__(cls)
+            callback = super().__new__(cls)
+            # For a class whose __init__ does not call this one, such as a dataclass; frozen ones refuse assignments.
+            vars(callback)["callback_name"] = cls.__name__
+            return callback
 
     def __init__(
         self, callback_name: str | None = None, execution_order: int = 0, device_idx_execution: int | None = None

@@ -6,6 +6,7 @@ import inspect
 import os
 import signal
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,37 @@ def test_a_callback_knows_its_loop() -> None:
     assert looks.callback_name == "Looks"
     assert repr(looks) == "Looks(execution_order=0)"
     assert looks.state_dict() == {}
+
+
+@dataclass
+class Counts(AbstractCallback):
+    """Counts batches; a dataclass, whose __init__ does not call AbstractCallback's."""
+
+    batches: int = 0
+
+    def on_batch_end(self) -> None:
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.batches = state_dict["batches"]
+
+
+@pytest.mark.parametrize("gpu_mode", ["single", pytest.param("ddp", marks=pytest.mark.long)])
+def test_callbacks_need_not_call_the_init_of_their_base(tmp_path: Path, gpu_mode: str) -> None:
+    ranks = {"gpu_mode": gpu_mode, "devices": 2} if gpu_mode == "ddp" else {}
+    counts, saved = Counts(), ModelCheckpoint(tmp_path)
+    tl = make_loop(**ranks)
+    tl.fit(num_epochs=1, callbacks=[counts, saved])
+    once = counts.batches
+    tl.fit(num_epochs=1, callbacks=[counts, saved])
+    assert counts.callback_name == "Counts"
+    assert counts.batches == 2 * once > 0
+    resumed = Counts()
+    make_loop(**ranks).fit(num_epochs=2, callbacks=[resumed, saved], resume_from="last")  # of the second fit
+    assert resumed.batches == 3 * once
 
 
 def test_an_override_of_registration_is_kept() -> None:
