@@ -228,7 +228,8 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise CheckpointError(f"{where.path(name)}: no such file. Pass the path of a safetensors file.") from error
     except (OSError, import_extra("safetensors", "reading weights", "safetensors").SafetensorError) as error:
         raise CheckpointError(
-            f"{where.path(name)} can't be read ({type(error).__name__}: {error}). Pass the path of a safetensors file."
+            f"{where.path(name)} can't be read ({type(error).__name__}: {error}). Pass the path of a safetensors file. "
+            "(The weights in a checkpoint are load(path)['model'].)"
         ) from error
     return weights
 
