@@ -24,7 +24,6 @@ from trainloop.parallel.sharded.misuse import RefusesLostChanges, explain_deepco
 from trainloop.parallel.sharded.shards import (
     free,
     full_tensor,
-    gathered,
     is_sharded,
     local_shard,
     map_tensors,
@@ -196,8 +195,8 @@ class ShardedPlacement(Placement):
         _map_kept(kept, others, lambda tensor: found.setdefault(id(tensor), tensor))
         of_model: dict[int, Any] = self.wrapper.former_parameters()  # the caller's callbacks get the caller's own
         shards = [tensor for key, tensor in found.items() if key not in of_model and is_sharded(tensor)]
-        file = result_file()
-        whole_ones = map(gathered, shards) if file is None else _in_file(shards, file)
+        file = result_file()  # None under a launcher, where every rank keeps its objects
+        whole_ones = (full_tensor(one).cpu() for one in shards) if file is None else _in_file(shards, file)
         made = of_model | dict(zip(map(id, shards), whole_ones, strict=True))
         _map_kept(kept, others, lambda tensor: made.get(id(tensor), tensor))
 
