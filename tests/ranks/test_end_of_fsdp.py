@@ -8,16 +8,19 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit.ranks import run_own_ranks
 from kit.sharded_models import needs_fsdp_on_cpu
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel, TTModel
+from trainloop.callbacks import ExponentialMovingAverage
 
 WIDTH = 1024
 
@@ -273,20 +276,29 @@ class KeepsAnObject(AbstractCallback):
         self.last.append(next(self.train_loop_obj.model.parameters()).detach().clone())
 
 
+def kept_by_callbacks(**how: Any) -> list[Tensor]:
+    model, keeps, ema = Layered(), KeepsAnObject("keeps"), ExponentialMovingAverage(decay=0.5)
+    x = torch.ones(8, 4, dtype=torch.float64)
+    loop = TrainLoop(
+        model, DataLoader(TensorDataset(x, x), 8 // (2 if how else 1)),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=nn.MSELoss(), accelerator="cpu",
+        progress_bar=False, **how,
+    )  # fmt: skip
+    for _ in range(2):  # the second one continues with what the first one has left
+        loop.fit(num_epochs=2, callbacks=[keeps, ema])
+    average = keeps.average["ema"][0]
+    assert keeps.last.maxlen == len(keeps.last) == 2
+    kept = [*average.shadow, *average.ends, *keeps.last, *ema.average.values()]
+    assert all(type(tensor) is Tensor for tensor in kept)
+    return kept
+
+
+@pytest.mark.long
 @needs_fsdp_on_cpu
-def test_what_an_object_of_a_callback_keeps_comes_back_whole() -> None:
-    kept = []
-    for how in ({}, {"gpu_mode": "fsdp", "devices": 2}):
-        model, keeps = Layered(), KeepsAnObject("keeps")
-        x = torch.ones(8, 4, dtype=torch.float64)
-        TrainLoop(
-            model, DataLoader(TensorDataset(x, x), 8 // (2 if how else 1)),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=nn.MSELoss(), accelerator="cpu",
-            progress_bar=False, **how,
-        ).fit(num_epochs=2, callbacks=[keeps])  # fmt: skip
-        average = keeps.average["ema"][0]
-        assert keeps.last.maxlen == len(keeps.last) == 2
-        kept.append([*average.shadow, *average.ends, *keeps.last])
-        assert all(type(tensor) is Tensor for tensor in kept[-1])
-    for one, other in zip(*kept, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+def test_what_callbacks_and_their_objects_keep_comes_back_whole(tmp_path: Path) -> None:
+    expected = kept_by_callbacks()
+    found = [kept_by_callbacks(gpu_mode="fsdp", devices=2)]
+    found += run_own_ranks(partial(kept_by_callbacks, gpu_mode="fsdp"), 2, folder=tmp_path)
+    for kept in found:  # under a launcher, on each rank
+        for one, other in zip(kept, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
