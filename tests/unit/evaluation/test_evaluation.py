@@ -107,6 +107,7 @@ def test_evaluating_restores_each_module() -> None:
     before = [module.training for module in model.modules()]
     with pytest.raises(ValueError, match="inside"), evaluating(model):
         assert not any(module.training for module in model.modules())
+        model[1].train()  # Monte Carlo dropout
         assert not torch.is_grad_enabled()
         raise ValueError("inside")
     assert [module.training for module in model.modules()] == before

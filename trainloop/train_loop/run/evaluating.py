@@ -37,16 +37,17 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Switch modules to evaluation mode without gradients; at the end, restore the mode of each."""
-    training = [part for module in modules for part in module.modules() if part.training]
+    before = [(part, part.training) for module in modules for part in module.modules()]
     try:
         for module in modules:
             module.eval()  # inside ``try``, since Ctrl-C may interrupt it
         with torch.no_grad():
             yield
     finally:
-        for module in training:
-            if not module.training:  # reading is ten times as fast as assigning
-                module.training = True
+        for module, training in before:
+            # Predictions may switch dropout on (Monte Carlo dropout). Reading is ten times as fast as assigning.
+            if module.training is not training:
+                module.training = training
 
 
 def mean_loss(
