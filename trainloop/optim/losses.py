@@ -190,6 +190,7 @@ def _with_weight(name: str, loss: Any) -> Tensor:
             "boxes that the loss is a mean over."
         )
     if isinstance(weight, Tensor):
+        check_weight(weight)
         weight = weight.item() if weight.is_cpu and not torch.compiler.is_compiling() else weight.detach().reshape(())
     return attach_divisor(loss if weight is None else weighed(loss, weight), weight)
 
@@ -207,6 +208,12 @@ def weighed(loss: Any, weight: Any) -> Any:
 
 def check_weight(weight: Any) -> None:
     """Raise ConfigurationError for a weight that is no 0-d tensor and no number from 0 on. A GPU is not read."""
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        raise ConfigurationError(
+            "get_loss returned (loss, weight) with a weight that requires gradients. A weight is the number of units "
+            "that the loss is a mean over, and it isn't trained. If it is a second loss, return the sum of both, or "
+            "MultiLoss({'first': ..., 'second': ...}). If it is a number of units, return weight.detach()."
+        )
     number: Any = weight
     if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
         if not weight.is_cpu or torch.compiler.is_compiling():

@@ -86,9 +86,25 @@ def test_no_samples_is_an_error() -> None:
         ((torch.tensor(1.0), -1), r"get_loss returned a loss with the weight -1. A weight is .*: 0 or more"),
         ((torch.tensor(1.0), float("nan")), r"get_loss returned a loss with the weight nan. A weight is"),
         ((torch.tensor(1.0), torch.tensor(-2)), r"get_loss returned a loss with the weight -2. A weight is"),
+        (
+            (torch.tensor(1.0), torch.tensor(0.5, requires_grad=True)),
+            r"requires gradients.* second loss, return the sum",
+        ),
         (torch.ones(4), r"get_loss returned a tensor of shape \(4,\). Return a 0-d loss, for example its .mean\(\)."),
     ],
-    ids=["number", "nothing", "number and weight", "tuple", "output", "dict", "negative", "nan", "tensor", "unreduced"],
+    ids=[
+        "number",
+        "nothing",
+        "number and weight",
+        "tuple",
+        "output",
+        "dict",
+        "negative",
+        "nan",
+        "tensor",
+        "second",
+        "unreduced",
+    ],
 )
 def test_what_is_no_loss(output: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -103,6 +103,7 @@ def test_without_retaining_a_shared_graph_is_gone() -> None:
         (({},), r"loss_dict=\{\}: must be a dict with at least one named loss."),
         (([1.0],), r"loss_dict=\[1.0\]: must be a dict"),
         (({"": torch.tensor(0.0)},), r"has a loss with the name ''. Give it a name"),
+        (({"a": (torch.tensor(1.0), torch.tensor(2.0, requires_grad=True))},), r"a weight that requires gradients"),
         (({"a": 0.5},), r"loss_dict\['a'\]=0.5: must be a 0-d tensor, like the result of a criterion, or \(loss, w"),
         (({"a": (0.5, 3)},), r"loss_dict\['a'\]=\(0.5, 3\): must be a 0-d tensor"),
         (({"a": (torch.tensor(0.0), torch.ones(2))},), r"where weight is a number or a 0-d tensor"),
