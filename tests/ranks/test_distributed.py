@@ -380,3 +380,15 @@ def test_a_gloo_group_is_made_beside_one_that_takes_no_cpu_tensors(tmp_path: Pat
 
 def test_unpicklable_error_is_a_type_error() -> None:
     assert issubclass(UnpicklableError, TypeError)
+
+
+@pytest.mark.parametrize(
+    "call", ["barrier", "gather_object", "broadcast_object", "gather_to", "all_gather", "all_reduce"]
+)
+def test_before_torchruns_processes_have_a_group_a_warning_says_that_nothing_is_exchanged(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match=rf"{call}\(\) did not wait.*init_process_group"):
+        getattr(td, call)(*[1.0] * (call != "barrier"))

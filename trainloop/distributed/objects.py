@@ -53,6 +53,19 @@ def session_here() -> Session:
     return session
 
 
+def reaches_others(call: str) -> bool:
+    """Return :func:`has_group`; if torchrun's processes have no group yet, warn that the call does not reach them."""
+    if has_group():
+        return True
+    if not exchanges_nothing() and os.environ.get("RANK") and os.environ.get("WORLD_SIZE", "1") != "1":
+        warn(
+            f"{call}() did not wait for the other processes of torchrun, nor exchange values with them, because there "
+            "is no process group yet. Call torch.distributed.init_process_group() before it; fit then uses this group.",
+            UserWarning,
+        )
+    return False
+
+
 def _gather_bytes(
     call: str, form: int, body: bytes | bytearray, dst: int | None = None
 ) -> list[tuple[Message, memoryview | None]]:
@@ -122,7 +135,7 @@ def gather_object(obj: T) -> list[T]:
     A call takes one exchange for objects of up to 1 KiB, otherwise two. Every rank needs memory for the encoded objects
     of all ranks, each padded to the length of the longest one.
     """
-    if not has_group():
+    if not reaches_others("gather_object"):
         return [obj]
     session, me = session_here(), dist.get_rank()
     gathered = _gather_bytes("gather_object", *encoded(obj, session))
@@ -161,7 +174,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
     world_size = get_world_size()
     if not 0 <= src < world_size:
         raise ConfigurationError(f"broadcast_object: src={src!r}: must be a rank from 0 to {world_size - 1}.")
-    if not has_group():
+    if not reaches_others("broadcast_object"):
         return obj
     group, session, sends = cpu_group(), session_here(), dist.get_rank() == src
     form, mine = encoded(obj, session) if sends else (Form.RAW, bytearray())
@@ -203,7 +216,7 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
     world_size = get_world_size()
     if not 0 <= dst < world_size:
         raise ConfigurationError(f"gather_to: dst={dst!r}: must be a rank from 0 to {world_size - 1}.")
-    if not has_group():
+    if not reaches_others("gather_to"):
         return [obj]
     session = session_here()
     gathered = _gather_bytes("gather_to", *encoded(obj, session), dst)
@@ -250,11 +263,5 @@ def barrier() -> None:
     running. Without a process group it returns at once, with a warning if torchrun has started several processes:
     before ``fit`` there is no group, unless the script calls ``torch.distributed.init_process_group``.
     """
-    if has_group():
+    if reaches_others("barrier"):
         _gather_bytes("barrier", Form.RAW, b"")
-    elif not exchanges_nothing() and os.environ.get("RANK") and os.environ.get("WORLD_SIZE", "1") != "1":
-        warn(
-            "barrier() did not wait for the other processes of torchrun, because there is no process group yet. Call "
-            "torch.distributed.init_process_group() before it; fit then uses this group.",
-            UserWarning,
-        )

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainloop._support.nested import parts_of, paths_of, with_parts
-from trainloop.distributed.objects import backend_of, cpu_group, gather_object
+from trainloop.distributed.objects import backend_of, cpu_group, gather_object, reaches_others
 from trainloop.distributed.ranks import get_world_size, has_group, with_value
 from trainloop.distributed.wire import SAME_CALLS
 from trainloop.errors import ConfigurationError
@@ -250,7 +250,7 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
     tensors = dict(leaves)
     sources = _with_gradient(value)
     gathered: dict[str, Tensor] = {}
-    if not has_group():
+    if not reaches_others("all_gather"):
         for path, own in tensors.items():
             source = sources[path].reshape(own.shape) if path in sources else own
             gathered[path] = source.clone() if concat else source.clone().unsqueeze(0)
@@ -356,7 +356,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
     call = f"all_reduce('{reduce}')"
     leaves = _own_leaves(value, call)
     tensors = dict(leaves)
-    if has_group():
+    if reaches_others("all_reduce"):
         agreed = _agreed(call, tensors)
     else:
         agreed = {path: _Agreed(t.dtype, False, [tuple(t.shape)]) for path, t in leaves}

@@ -137,6 +137,28 @@ def test_a_rank_that_fails_is_one_line_with_its_traceback_beside_it() -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("starts_processes")
+def test_a_transformer_with_dropout_and_adam_passes() -> None:
+    class Words(Net):
+        """Its attention has a bias whose gradient is only rounding."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.layer(x[:, :, None].expand(-1, -1, 4)).mean(2))
+
+    torch.manual_seed(0)
+    model, data = Words(), make_data()
+    adam = optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+    loop = TrainLoop(model, loader, None, None, adam, nn.CrossEntropyLoss(), gpu_mode="ddp", devices=2)
+    report = loop.preflight()
+    assert report.ok, report
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("starts_processes")
 def test_it_finds_a_loss_that_depends_on_the_mode() -> None:
     report = loop_of(ByRank(), seed=3).preflight()
     assert [finding.check for finding in report.findings if not finding.ok] == ["single equals ddp on 2 CPU ranks"]
