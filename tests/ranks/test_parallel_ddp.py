@@ -255,8 +255,14 @@ def changed_after_wrapping() -> dict[str, str]:
         with torch.no_grad():
             wrapper(batch_of(0)[0].bfloat16())
 
+    def as_mixed_precision(wrapper: Any) -> None:  # of DDP, which needs a GPU, in each step
+        for parameter in wrapper.module.parameters():
+            parameter._mp_param = parameter.detach().half()
+        wrapper.half().float()
+
     calls = {
         "frozen": frozen,
+        "mixed precision": converted(as_mixed_precision),
         "wrapper": converted(lambda wrapper: wrapper.bfloat16()),
         "part": converted(lambda wrapper: wrapper.module.head.half()),
         "and back": converted(lambda wrapper: wrapper.half().float()),
@@ -429,7 +435,7 @@ def test_changes_after_wrapping_are_errors(two_ranks: list[dict[str, Any]]) -> N
         assert "in the last backward: head.weight, head.bias." in said["frozen"]
         for name in ("wrapper", "part", "and back"):
             assert "parameters has changed since TTDistributedDataParallel wrapped it" in said[name]
-        assert said["unchanged"] == said["evaluated"] == "no error"
+        assert said["unchanged"] == said["evaluated"] == said["mixed precision"] == "no error"
 
 
 def test_evaluation_exchanges_nothing(two_ranks: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from kit.ranks import run_own_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
-from trainloop import TrainLoop, TTModel, checkpoint, distributed
+from trainloop import AbstractCallback, TrainLoop, TTModel, checkpoint, distributed
 from trainloop.callbacks import ModelCheckpoint
+from trainloop.distributed.key import SharedKey
 
 SAMPLES, BATCH = 60, 6  # of three ranks: 3 x 18 and 3 x 2; of four: 2 x 24 and 4 x 3
 BUCKET_MB = 0.001  # a bucket holds a thousand bytes: the model has several
@@ -179,3 +181,32 @@ def test_a_stream_with_a_state_goes_on_from_it_at_any_step(tmp_path: Path) -> No
     for found in run_own_ranks(streams_everywhere, 2, str(tmp_path), folder=tmp_path):
         assert len(found) > 6
         assert [where for where, identical in found.items() if not identical] == []
+
+
+class LastSteps(AbstractCallback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: deque[int] = deque(maxlen=2)
+
+    def on_batch_end(self) -> None:
+        self.steps.append(self.train_loop_obj.global_step)
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_rank_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def resumed_on_hosts_without_a_key(folder: str) -> deque[int]:
+    SharedKey.open = classmethod(lambda cls, place: None)  # type: ignore[method-assign]  # as on two hosts
+    for num_epochs, resume_from in ((1, None), (2, folder)):
+        last = LastSteps()
+        make(False)[1].fit(num_epochs=num_epochs, callbacks=[last, ModelCheckpoint(folder)], resume_from=resume_from)
+    return last.steps
+
+
+def test_ranks_without_a_key_resume_with_their_deques(tmp_path: Path) -> None:
+    for steps in run_own_ranks(resumed_on_hosts_without_a_key, 2, str(tmp_path / "run"), folder=tmp_path):
+        assert steps == deque([9, 10])
+        assert steps.maxlen == 2

@@ -119,8 +119,9 @@ class AbstractCallback:
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 refuse(cls.__name__, kwargs, list(parameters)[1:])
             callback = super().__new__(cls)
-            # For a class whose __init__ does not call this one, such as a dataclass; frozen ones refuse assignments.
-            vars(callback)["callback_name"] = cls.__name__
+            if not hasattr(cls, "callback_name"):
+                # For a class whose __init__ does not call this one, such as a dataclass. Frozen ones refuse setattr.
+                vars(callback)["callback_name"] = cls.__name__
             return callback
 
     def __init__(

@@ -131,13 +131,21 @@ def _tensor_from_array(value: np.ndarray[Any, Any], where: str) -> Tensor:
         return _refuse(value, where)
 
 
+def _with_parts(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Map the items of a container, and the attributes of an OrderedDict."""
+    value = map_items(value, lambda _, item: function(item))
+    if type(value) is OrderedDict:
+        vars(value).update({name: function(item) for name, item in vars(value).items()})
+    return value
+
+
 def for_file(value: Any) -> Any:
     """Replace the deques and defaultdicts of a plain state by OrderedDicts with an attribute that describes them.
 
     ``torch.load(weights_only=True)`` creates neither, and of the containers that it creates only an OrderedDict may
     have attributes. :func:`from_file` is the inverse.
     """
-    value = map_items(value, lambda _, item: for_file(item))
+    value = _with_parts(value, for_file)
     if type(value) is deque:
         marked, mark = OrderedDict(enumerate(value)), ["deque", value.maxlen]
     elif type(value) is defaultdict:
@@ -150,7 +158,7 @@ def for_file(value: Any) -> Any:
 
 def from_file(value: Any) -> Any:
     """Return a state whose deques and defaultdicts :func:`for_file` had replaced."""
-    value = map_items(value, lambda _, item: from_file(item))
+    value = _with_parts(value, from_file)
     if type(value) is not OrderedDict or _MARK not in value.__dict__:
         return value
     kind, argument = value.__dict__[_MARK]

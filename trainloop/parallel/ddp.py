@@ -274,7 +274,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         exist.
         """
         self._remove_autograd_hooks()
-        self.__dict__.update(reducer=None, logger=None, process_group=None)
+        self.__dict__.update(reducer=None, logger=None, process_group=None, _tt_hooked=None)
 
     @contextmanager
     def no_exchange(self) -> Iterator[None]:
@@ -442,9 +442,11 @@ def _kinds_of(reduced: list[tuple[Tensor, bool]]) -> list[Any]:
 def hooked_node(parameter: Tensor) -> Any:
     """Return the node of autograd's graph on which DDP has its hook, or None if there is none to compare.
 
-    Another dtype or device replaces this node, and it stays replaced if the parameter is changed back.
+    Another dtype or device replaces this node, and it stays replaced if the parameter is changed back. DDP's own
+    ``mixed_precision`` does so in each step, and sets its hooks again.
     """
-    if type(parameter) is not nn.Parameter or not parameter.requires_grad or torch.compiler.is_compiling():
+    own = type(parameter) is nn.Parameter and not hasattr(parameter, "_mp_param")
+    if not own or not parameter.requires_grad or torch.compiler.is_compiling():
         return None
     with torch.enable_grad():
         return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

@@ -319,6 +319,16 @@ def test_callbacks_need_not_call_the_init_of_their_base(tmp_path: Path, gpu_mode
     assert resumed.batches == 3 * once
 
 
+def test_a_name_that_is_an_attribute_of_the_class_is_kept() -> None:
+    class Named(AbstractCallback):
+        callback_name = "mine"
+
+        def __init__(self) -> None:
+            pass
+
+    assert Named().callback_name == "mine"
+
+
 def test_an_override_of_registration_is_kept() -> None:
     """Old code overrides register_train_loop_object and calls super()."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -224,3 +224,13 @@ def test_containers_with_a_behaviour_of_their_own_keep_it_in_a_file(tmp_path: Pa
     assert loaded["free"].default_factory is None
     raw = torch.load(tmp_path / "state.pt", weights_only=True)  # without this package, the items are there
     assert list(raw["window"].values()) == [1, 2, 3]
+
+
+def test_attributes_of_an_ordered_dict_may_be_such_containers(tmp_path: Path) -> None:
+    weights = OrderedDict(a=torch.ones(1))
+    weights.__dict__.update(_metadata=defaultdict(dict, {"": {"version": 1}}), lasts=[deque([1], maxlen=2)])
+    checkpoint.save(tmp_path / "state.pt", {"model": weights})
+    found = vars(checkpoint.load(tmp_path / "state.pt")["model"])
+    assert found == {"_metadata": {"": {"version": 1}}, "lasts": [deque([1])]}
+    assert found["_metadata"].default_factory is dict
+    assert found["lasts"][0].maxlen == 2

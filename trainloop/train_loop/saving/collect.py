@@ -11,6 +11,7 @@ from trainloop import distributed
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of
 from trainloop.checkpoint import plain
+from trainloop.checkpoint.plain import for_file, from_file
 from trainloop.data.order.orders import Generator, generator_states, generators_in, kept_in_checkpoints
 from trainloop.optim.optimizers import all_optimizers, optimizers_of, parameters_of
 from trainloop.optim.parameters import criterion_module
@@ -55,7 +56,8 @@ def states_of_ranks(run: TrainingRun, *, check: bool = True) -> list[dict[str, A
         "generators": {name: own.get_state() for name, own in generators_of(loop).items()},
     }
     loop.history.put_agreed(run.exchange({}, attachment=loop.history.take_own()).attachments)
-    return distributed.gather_to(mine) if run.parallel else [mine]
+    # Without a key, ranks that a launcher started exchange neither deques nor defaultdicts.
+    return from_file(distributed.gather_to(for_file(mine))) if run.parallel else [mine]
 
 
 def generators_of(loop: LoopState) -> dict[str, Generator]:

@@ -9,6 +9,7 @@ import torch
 from trainloop import distributed
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
+from trainloop.checkpoint.plain import for_file, from_file
 from trainloop.optim.optimizers import optimizers_of
 from trainloop.optim.states import with_group_settings
 from trainloop.parallel.sharded.shards import map_tensors
@@ -29,7 +30,7 @@ def noted_cut(run: TrainingRun) -> dict[str, Any]:
     mine = position(run)
     if run.parallel:  # a rank that is started later gets the columns of its predecessor
         mine["carried"] = carried_state_of(loop.model)
-    ranks = distributed.gather_object(mine) if run.parallel else [mine]
+    ranks = from_file(distributed.gather_object(for_file(mine))) if run.parallel else [mine]
     return {"place": place_of(run), "ranks": ranks, "loop_seed": loop.seed}
 
 
