@@ -302,3 +302,25 @@ def test_what_callbacks_and_their_objects_keep_comes_back_whole(tmp_path: Path) 
     for kept in found:  # under a launcher, on each rank
         for one, other in zip(kept, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+class KeepsOnOneRank(KeepsAnObject):
+    def on_after_optimizer_step(self) -> None:
+        if self.train_loop_obj.is_global_zero:
+            super().on_after_optimizer_step()
+
+
+@pytest.mark.long
+@needs_fsdp_on_cpu
+def test_shards_that_one_rank_alone_keeps_are_named_and_others_come_back_whole(capfd: Any) -> None:
+    model, keeps, ema = Layered(), KeepsOnOneRank("keeps"), ExponentialMovingAverage(decay=0.5)
+    x = torch.ones(8, 4, dtype=torch.float64)
+    loop = TrainLoop(
+        model, DataLoader(TensorDataset(x, x), 4), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.MSELoss(), accelerator="cpu", gpu_mode="fsdp", devices=2, progress_bar=False,
+    )  # fmt: skip
+    loop.fit(num_epochs=1, callbacks=[keeps, ema])
+    assert "KeepsOnOneRank.last has other sharded tensors on rank 0 than on other ranks" in capfd.readouterr().err
+    whole = next(model.parameters()).shape
+    assert [len(part) for part in keeps.last] == [whole[0] // 2]  # one step, rank 0's half
+    assert keeps.average["ema"][0].shadow[0].shape == next(iter(ema.average.values())).shape == whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from trainloop import distributed
 from trainloop._launch import place_here
 from trainloop._launch.rank_process import result_file
+from trainloop._support.user_line import warn_or_print
 from trainloop._transfer.pages import evict_clean_pages, trim
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import inner_optimizers, parameters_of
@@ -183,27 +185,66 @@ class ShardedPlacement(Placement):
         Those of modules' parameters, and of optimizers' states and groups, get the caller's shapes later.
         """
         keeping = [*keeping, *self.model.modules()]
-        kept: list[Any] = [*map(vars, keeping), added]
+        kept: list[tuple[str, Any]] = [*map(_attributes, keeping), ("TrainLoop", added)]
         modules = [owner for owner in keeping if isinstance(owner, nn.Module)]
         optimizers = [owner for owner in keeping if isinstance(owner, torch.optim.Optimizer)]
         others = {id(part) for one in modules for part in (one._parameters, one._buffers, one._modules)}
         others |= {id(part) for one in optimizers for part in (one.state, one.param_groups)}
         seen = set(others)
-        for attributes in kept:  # grows: objects of the user's own may keep others
-            kept += map(vars, _own_objects(attributes, seen))
-        found: dict[int, Any] = {}
-        _map_kept(kept, others, lambda tensor: found.setdefault(id(tensor), tensor))
+        for _, attributes in kept:  # grows: objects of the user's own may keep others
+            kept += map(_attributes, _own_objects(attributes, seen))
+        found: dict[int, tuple[str, Any]] = {}
+        for owner, attributes in kept:
+            for name, value in list(attributes.items()):
+                of_one = functools.partial(_note, found, f"{owner}.{name}")
+                _map_kept([{name: value}], others, of_one)
         of_model: dict[int, Any] = self.wrapper.former_parameters()  # the caller's callbacks get the caller's own
-        shards = [tensor for key, tensor in found.items() if key not in of_model and is_sharded(tensor)]
+        places: dict[str, list[Any]] = {}
+        for key, (place, tensor) in found.items():
+            if key not in of_model and is_sharded(tensor):
+                places.setdefault(place, []).append(tensor)
+        shards, parts = _on_all_ranks(places)
         file = result_file()  # None under a launcher, where every rank keeps its objects
         whole_ones = (full_tensor(one).cpu() for one in shards) if file is None else _in_file(shards, file)
         made = of_model | dict(zip(map(id, shards), whole_ones, strict=True))
-        _map_kept(kept, others, lambda tensor: made.get(id(tensor), tensor))
+        made.update((id(one), local_shard(one).detach().cpu()) for one in parts)
+        _map_kept([attributes for _, attributes in kept], others, lambda tensor: made.get(id(tensor), tensor))
 
     @property
     def evaluated(self) -> Any:
         """Model for evaluation: the wrapper, since only the wrapper can gather parameters."""
         return self.wrapper
+
+
+def _attributes(owner: Any) -> tuple[str, dict[str, Any]]:
+    return type(owner).__qualname__, vars(owner)
+
+
+def _note(found: dict[int, tuple[str, Any]], place: str, tensor: Tensor) -> Tensor:
+    found.setdefault(id(tensor), (place, tensor))
+    return tensor
+
+
+def _on_all_ranks(places: dict[str, list[Any]]) -> tuple[list[Any], list[Any]]:
+    """Return the sharded tensors that every rank has, in one order, and those that only some ranks have. Collective.
+
+    Rank 0 warns of the latter: nothing can make them whole.
+    """
+    mine = {place: [tuple(tensor.shape) for tensor in tensors] for place, tensors in places.items()}
+    own = zlib.crc32(repr(sorted(mine.items())).encode())
+    everyone = [mine]
+    if any(theirs != own for (theirs,) in distributed.exchange_ints([own])):
+        everyone = distributed.gather_object(mine)
+    common = [place for place in sorted(mine) if all(theirs.get(place) == mine[place] for theirs in everyone)]
+    unlike = sorted({place for theirs in everyone for place in theirs}.difference(common))
+    if unlike and distributed.is_global_zero():
+        warn_or_print(
+            f"gpu_mode='fsdp': {', '.join(unlike[:3])} {'has' if len(unlike) == 1 else 'have'} other sharded tensors "
+            "on rank 0 than on other ranks, for example because a hook keeps them on one rank only. They can't be made "
+            "whole: after fit, they contain only a rank's own part. Keep them on every rank."
+        )
+    left = [tensor for place in places.keys() - set(common) for tensor in places[place]]
+    return [tensor for place in common for tensor in places[place]], left
 
 
 def _map_kept(kept: Iterable[dict[str, Any]], others: set[int], function: Callable[[Tensor], Any]) -> None:
