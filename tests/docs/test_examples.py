@@ -119,7 +119,7 @@ def test_two_hosts(tmp_path: Path) -> None:
 EXECUTE = """
 import sys, nbformat, nbclient
 notebook = nbformat.read(sys.argv[1], as_version=4)
-nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3").execute()
+nbclient.NotebookClient(notebook, kernel_name="python3").execute()
 nbformat.write(notebook, sys.argv[2])
 """
 

@@ -67,7 +67,7 @@ def test_the_next_launch_removes_those_of_one_that_is_dead_as_a_whole(tmp_path: 
         others.write_bytes(bytes(32))
         done = subprocess.run(
             [sys.executable, "-c", NEXT_LAUNCH],
-            env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=100,
+            env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True,
         )  # fmt: skip
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
         assert not left.exists()

@@ -157,7 +157,7 @@ def attack(script: str, folder: Path, number: int, inside: list[str], prefix: st
         for rank in range(1 if script is LAUNCHED else 2)
     ]  # fmt: skip
     try:
-        said = "".join(process.communicate(timeout=90)[1] for process in processes)
+        said = "".join(process.communicate()[1] for process in processes)
     finally:
         for process in processes:
             process.kill()

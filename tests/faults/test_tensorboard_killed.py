@@ -41,7 +41,7 @@ def test_killed_and_resumed(folder: Path) -> None:
     """Killed between two checkpoints: the steps after the last one are done again, and are shown once."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([IMPORTS, str(Path(__file__).parent)])}
     command = [sys.executable, "-c", textwrap.dedent(KILLED)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     resumable()
     make_loop(seed=0, shuffle=True).fit(num_epochs=3, callbacks=[TensorBoard(folder / "whole", 1)])

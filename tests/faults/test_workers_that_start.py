@@ -48,9 +48,7 @@ if __name__ == "__main__":
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "ends_with"), [("SIGTERM", 143), ("SIGUSR1", 138)])
 def test_workers_that_are_starting_outlive_a_signal_to_all(number: str, ends_with: int, folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), number], capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder), number], capture_output=True, text=True)
     assert done.returncode == ends_with, done.stderr
     assert "DataLoader worker" not in done.stderr
     assert list(folder.glob("*.pt"))  # as at any other step
@@ -84,5 +82,5 @@ for _ in range(3):
 
 @pytest.mark.long
 def test_persistent_workers_that_are_left_at_exit_end_without_a_message(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KEPT], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", KEPT], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

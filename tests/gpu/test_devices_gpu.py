@@ -28,7 +28,7 @@ def own_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_python(code: str, **variables: str) -> str:
     environ = {**os.environ, "PYTHONPATH": str(Path(trainloop.__file__).parents[1]), **variables}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environ)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -61,7 +61,7 @@ def in_small_tmpfs(code: str, where: Path, megabytes: int) -> subprocess.Complet
         pytest.skip("needs root and unshare to mount a small tmpfs")
     script = f'mount -t tmpfs -o size={megabytes}m tmpfs "$1" && exec "$2" -c "$3" "$1"'
     command = ["unshare", "-m", "sh", "-c", script, "sh", str(where), sys.executable, textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
 class StandIn:

@@ -118,7 +118,7 @@ if __name__ == "__main__":
 def test_settings_made_in_main_hold_in_ranks_and_their_workers(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=dict(os.environ)
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ)
     )
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("JSON"))

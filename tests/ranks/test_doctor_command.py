@@ -31,7 +31,7 @@ def doctor(folder: Path, source: str | None, *arguments: str) -> tuple[int, str]
         paths.insert(0, str(folder))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
-        [sys.executable, "-m", "trainloop", *arguments], env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, "-m", "trainloop", *arguments], env=environment, capture_output=True, text=True
     )
     assert not done.stderr, done.stderr
     return done.returncode, done.stdout

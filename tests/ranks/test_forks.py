@@ -51,7 +51,7 @@ os._exit(0)
 
 def lines_of(guarded: bool) -> list[str]:
     script = SCRIPT.replace("GUARDED", str(guarded))
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -448,7 +448,7 @@ def test_the_failure_on_one_node_is_told_on_all(tmp_path: Path) -> None:
     meeting_at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "FAIL_ON": "1"}
     nodes = [start(tmp_path, (2, node, 1), **meeting_at) for node in range(2)]
     for process in nodes:
-        _, err = process.communicate(timeout=100)
+        _, err = process.communicate()
         assert process.returncode == 1
         assert "WorkerFailedError: rank 1 of 2 raised ValueError: bad batch" in err, err
 

@@ -32,4 +32,4 @@ for place, was, now in zip(PLACES, before, state()):
 
 
 def test_the_import_changes_nothing_in_torch() -> None:
-    subprocess.run([sys.executable, "-c", CHANGES], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", CHANGES], check=True)

@@ -61,7 +61,6 @@ def fresh_interpreter() -> dict[str, Any]:
         [sys.executable, "-c", FRESH],
         capture_output=True,
         text=True,
-        timeout=100,
         check=True,
         env={**environment, "PYTHONHASHSEED": "77"},
     )

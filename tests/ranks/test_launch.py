@@ -346,7 +346,7 @@ main()
 def test_a_script_without_a_guard_is_told_at_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode == 1
     assert "script.py, line 7, starts processes, but is not inside an `if __name__ == '__main__':` block" in done.stderr
     assert "    if __name__ == '__main__':\n        main()" in done.stderr
@@ -374,7 +374,7 @@ if __name__ == '__main__':
 def test_a_script_may_be_edited_while_it_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(GUARDED_AND_EDITED)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "checked\n"), done.stderr
 
 
@@ -488,7 +488,7 @@ def test_torchrun_restarts_and_slurm_tasks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(JOINS))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    done = subprocess.run([*torchrun, str(script)], capture_output=True, text=True, timeout=150)
+    done = subprocess.run([*torchrun, str(script)], capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("JOINED")]
     assert len(set(lines)) == 1, done.stderr
     assert len(lines) == 2
@@ -499,5 +499,5 @@ def test_torchrun_restarts_and_slurm_tasks(tmp_path: Path) -> None:
         job = {"SLURM_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}
         environ = {**os.environ, **slurm, **job}
         tasks.append(subprocess.Popen([sys.executable, str(script)], env=environ, stdout=subprocess.PIPE, text=True))
-    assert len({task.communicate(timeout=100)[0] for task in tasks}) == 1
+    assert len({task.communicate()[0] for task in tasks}) == 1
     assert [task.returncode for task in tasks] == [0, 0]

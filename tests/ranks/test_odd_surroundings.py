@@ -56,7 +56,6 @@ def test_a_debugger_a_deleted_folder_and_few_files(method: str, tmp_path: Path) 
         input="q\n",
         capture_output=True,
         text=True,
-        timeout=100,
         env={**os.environ, "TRAINLOOP_START_METHOD": method},
     )
     assert "STARTED 2" in done.stdout, done.stdout + done.stderr

@@ -194,7 +194,7 @@ def test_a_reader_that_goes_away(mode: str, tmp_path: Path) -> None:
         "    sys.stderr.write(f\"epochs: {len(loop.history['loss'])}, w > 0: {loop.model.w.item() > 0}\\n\")\n"
     )
     command = ["bash", "-c", f'"{sys.executable}" "{script}" | head -1']
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert "epochs: 20, w > 0: True" in done.stderr, done.stderr
     assert done.stderr.count("BrokenPipeError: [Errno 32]") == 1, done.stderr
 

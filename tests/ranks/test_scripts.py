@@ -86,7 +86,6 @@ def run(*arguments: str, folder: Path, stdin: str | None = None, **environment: 
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=110,
     )
     assert done.returncode == 0, done.stderr
     return results(done.stdout)
@@ -153,7 +152,7 @@ def test_tasks_of_slurm_train_alike(expected: object, tmp_path: Path) -> None:
                 text=True,
             )
         )
-    assert [results(task.communicate(timeout=110)[0]) for task in tasks] == [[expected]] * 2
+    assert [results(task.communicate()[0]) for task in tasks] == [[expected]] * 2
 
 
 @pytest.mark.slow
@@ -168,9 +167,7 @@ def test_a_notebook_trains_alike_and_runs_again(
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")
     notebook = nbformat.v4.new_notebook()
     notebook.cells = [nbformat.v4.new_code_cell(text) for text in (SCRIPT, "main()", "main()")]
-    nbclient.NotebookClient(
-        notebook, timeout=110, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    nbclient.NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
     for cell in notebook.cells[1:]:
         text = "".join(output.get("text", "") for output in cell.outputs)
         assert results(text) == [expected]

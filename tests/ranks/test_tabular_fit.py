@@ -234,7 +234,6 @@ def test_an_odd_table_is_fitted_twice_and_predicted_in_a_fresh_process(tmp_path:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert run.returncode == 0, run.stderr

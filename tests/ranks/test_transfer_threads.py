@@ -37,5 +37,5 @@ with tqdm.tqdm(total=1, file=sys.stdout), pack({"data": data}) as payload:
 @pytest.mark.long
 def test_arrays_are_copied_while_another_thread_may_write_into_them() -> None:
     """A write between the copy into the file and the mapping would be lost."""
-    done = subprocess.run([sys.executable, "-c", WITH_THREADS], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", WITH_THREADS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

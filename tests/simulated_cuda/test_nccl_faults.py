@@ -106,9 +106,7 @@ def test_a_rank_that_is_lost_ends_the_others_of_torchrun(how: str, group: str, t
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]])
     environ = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(
-        [*command, how, group, str(tmp_path)], capture_output=True, text=True, timeout=120, env=environ
-    )
+    done = subprocess.run([*command, how, group, str(tmp_path)], capture_output=True, text=True, env=environ)
     took = time.time() - float((tmp_path / "struck").read_text())
     assert done.returncode == 1, done.stderr
     assert took < 15, done.stderr
