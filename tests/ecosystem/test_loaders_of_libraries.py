@@ -128,6 +128,7 @@ def fit(make: Callable[[Path, int], Any], ranks: int, data: Path, keep: Path, re
         devices=ranks,
         seed=3,
         progress_bar=False,
+        timeout=100,
     )
     keeper = ModelCheckpoint(keep, every_n_epochs=None, every_n_steps=1, keep=100)
     loop.fit(num_epochs=2, callbacks=[keeper], resume_from=resume_from)

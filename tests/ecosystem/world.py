@@ -225,6 +225,7 @@ def train(
         gpu_mode=mode,
         accelerator="cpu",
         progress_bar=False,
+        timeout=120,
         **{**ranks, **entry.loop, **arguments},
     )
     in_fit = entry.ddp if mode == "ddp" else {}
