@@ -231,6 +231,31 @@ def test_copies_of_weights_that_a_callback_keeps_are_full_after_a_resume(tmp_pat
         assert torch.equal(value, resumed.average[name])
 
 
+class AverageOnRank0(OwnAverage):
+    def on_after_optimizer_step(self) -> None:
+        if self.train_loop_obj.is_global_zero:
+            super().on_after_optimizer_step()
+
+
+class AsksForTheState(AbstractCallback):
+    def on_epoch_end(self) -> None:
+        self.train_loop_obj.checkpoint_state()
+
+
+@pytest.mark.long(but=1)
+@needs_fsdp_on_cpu
+@pytest.mark.parametrize("in_one_file", [False, True])
+def test_a_state_with_shards_of_rank_0_alone_is_named_instead_of_written_without_a_part(
+    in_one_file: bool, tmp_path: Path
+) -> None:
+    beside = [AverageOnRank0(shards=True), *([AsksForTheState()] if in_one_file else [])]
+    with pytest.raises(
+        WorkerFailedError, match=r"callbacks\.\d\.state\.average\..* on some ranks only.* state_dict\(\) has to"
+    ):
+        fitted("fsdp", 2, None if in_one_file else tmp_path, epochs=1, callbacks=beside)
+    assert not list(tmp_path.iterdir())
+
+
 @needs_fsdp_on_cpu
 def test_gather_must_be_a_bool(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="gather='no'"):

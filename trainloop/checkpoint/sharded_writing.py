@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -24,8 +24,16 @@ from trainloop import distributed
 from trainloop.checkpoint.file import save
 from trainloop.checkpoint.plain import plain
 from trainloop.checkpoint.sharded import MARK, STATE, new_folder, publish, size_and_checksum
-from trainloop.errors import ConfigurationError
-from trainloop.parallel.sharded.shards import ShardSlice, is_first_replica, is_sharded, local_shard, map_items, slice_of
+from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.parallel.sharded.shards import (
+    ShardSlice,
+    is_first_replica,
+    is_sharded,
+    local_shard,
+    map_items,
+    slice_of,
+    unlike_on_ranks,
+)
 
 _REPORTED = ".reported-by-{}"
 _FAILED = ".failed-by-{}-"  # followed by the reason: a full disk still has room for file names, but not for content
@@ -88,7 +96,7 @@ class FolderWriting:
         self._rank, self._world_size = distributed.get_rank(), distributed.get_world_size()
         self._given_up = threading.Event()
         self._problem: Exception | None = None
-        self._state, self._shards = _take_shards(state)
+        self._state, self._shards = take_shards(state)
         parts = {name: local_shard(shard) for name, shard in self._shards.items() if is_first_replica(shard)}
         self._parts = {name: part for name, part in parts.items() if part.numel()}
         folder = ""
@@ -105,6 +113,11 @@ class FolderWriting:
                 f"{self._folder} can't be seen by rank {', '.join(map(str, blind))}: the folder must be on a disk that "
                 "all ranks share"
             )
+            self._remove()
+            self._folder = ""
+        unlike = about_unlike_shards(self._shards)
+        if unlike:
+            self._problem = CheckpointError(f"The checkpoint can't be written: {unlike}")
             self._remove()
             self._folder = ""
         if copy is not None and self._folder:
@@ -265,7 +278,18 @@ def _write_metadata(folder: str, tensors: dict[str, Any]) -> None:
     writer.finish(Metadata(described, planner_data=names), [results])
 
 
-def _take_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
+def about_unlike_shards(shards: Mapping[str, Tensor]) -> str:
+    """Return an explanation if ranks have shards of other tensors in a state, otherwise ``''``. Collective."""
+    names = unlike_on_ranks({name: [shard] for name, shard in shards.items()})
+    if not names:
+        return ""
+    return (
+        f"gpu_mode='fsdp': {', '.join(names[:3])} of the state is a sharded tensor on some ranks only, so parts of it "
+        "are missing. A callback's state_dict() has to return the same tensors on every rank."
+    )
+
+
+def take_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """Replace the sharded tensors in a state with references. Return the state, and the tensors by name."""
     shards: dict[str, Tensor] = {}
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from trainloop._support.nested import tensors_of
 from trainloop._support.user_line import warn
 from trainloop.distributed.ranks import refuse_on_one_rank
-from trainloop.errors import ConfigurationError
+from trainloop.errors import ConfigurationError, TrainLoopError
 from trainloop.parallel.sharded.shards import bit_sums, is_sharded, local_shard, stays_whole
 
 # In torch's errors about operations that can't work with a shard.
@@ -35,6 +35,8 @@ def is_of_shards(error: BaseException) -> bool:
         while frame is not None and frame.tb_next is not None:
             frame = frame.tb_next
         return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor")
+    if isinstance(error, TrainLoopError):  # it has its own explanation
+        return False
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_SHARDS)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -15,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from trainloop.distributed.objects import exchange_ints, gather_object
 from trainloop.distributed.tensors import reduce_in_place
 from trainloop.errors import ConfigurationError
 
@@ -28,6 +30,20 @@ MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 def is_sharded(tensor: object) -> bool:
     """Return True if an object is a ``DTensor``."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
+
+
+def unlike_on_ranks(shards: Mapping[str, Sequence[Tensor]]) -> list[str]:
+    """Return the names of sharded tensors that ranks do not have alike, as when a hook keeps one on rank 0 only.
+
+    Collective. The result is the same on every rank.
+    """
+    mine = {name: [tuple(tensor.shape) for tensor in tensors] for name, tensors in shards.items()}
+    own = zlib.crc32(repr(sorted(mine.items())).encode())
+    if all(theirs == own for (theirs,) in exchange_ints([own])):
+        return []
+    everyone = gather_object(mine)
+    names = {name for theirs in everyone for name in theirs}
+    return sorted(name for name in names if len({repr(theirs.get(name)) for theirs in everyone}) > 1)
 
 
 def stays_whole(parameter: Tensor) -> bool:

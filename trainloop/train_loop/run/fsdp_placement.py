@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,6 +31,7 @@ from trainloop.parallel.sharded.shards import (
     shard_like,
     stays_whole,
     step_shards,
+    unlike_on_ranks,
     write_shard,
 )
 from trainloop.train_loop.progress.loop_state import LoopState
@@ -230,19 +230,14 @@ def _on_all_ranks(places: dict[str, list[Any]]) -> tuple[list[Any], list[Any]]:
 
     Rank 0 warns of the latter: nothing can make them whole.
     """
-    mine = {place: [tuple(tensor.shape) for tensor in tensors] for place, tensors in places.items()}
-    own = zlib.crc32(repr(sorted(mine.items())).encode())
-    everyone = [mine]
-    if any(theirs != own for (theirs,) in distributed.exchange_ints([own])):
-        everyone = distributed.gather_object(mine)
-    common = [place for place in sorted(mine) if all(theirs.get(place) == mine[place] for theirs in everyone)]
-    unlike = sorted({place for theirs in everyone for place in theirs}.difference(common))
+    unlike = unlike_on_ranks(places)
     if unlike and distributed.is_global_zero():
         warn_or_print(
             f"gpu_mode='fsdp': {', '.join(unlike[:3])} {'has' if len(unlike) == 1 else 'have'} other sharded tensors "
             "on rank 0 than on other ranks, for example because a hook keeps them on one rank only. They can't be made "
             "whole: after fit, they contain only a rank's own part. Keep them on every rank."
         )
+    common = sorted(places.keys() - set(unlike))
     left = [tensor for place in places.keys() - set(common) for tensor in places[place]]
     return [tensor for place in common for tensor in places[place]], left
 

@@ -12,7 +12,9 @@ from trainloop._support import rng
 from trainloop._support.carried import carried_state_of
 from trainloop.checkpoint import plain
 from trainloop.checkpoint.plain import for_file, from_file
+from trainloop.checkpoint.sharded_writing import about_unlike_shards, take_shards
 from trainloop.data.order.orders import Generator, generator_states, generators_in, kept_in_checkpoints
+from trainloop.errors import CheckpointError
 from trainloop.optim.optimizers import all_optimizers, optimizers_of, parameters_of
 from trainloop.optim.parameters import criterion_module
 from trainloop.optim.states import gather_divided_states, optimizer_state_dict
@@ -33,6 +35,9 @@ def checkpoint_state(run: TrainingRun, *, keep_shards: bool = False) -> dict[str
     """
     state = whole_state(run, states_of_ranks(run))
     if state is not None and run.place.collective and not keep_shards:
+        unlike = about_unlike_shards(take_shards(state)[1])
+        if unlike:
+            raise CheckpointError(unlike)
         state = map_tensors(state, gathered)
     return state if keep_shards or distributed.is_global_zero() else None
 
