@@ -51,7 +51,8 @@ CALLS = (
 SAME_CALLS = (
     "Every rank must make the same calls in the same order. The usual causes are code under `if rank == 0:`, and a "
     "rank without samples in an epoch's last batch, which doesn't call get_loss: for a loss over the rows of all "
-    "ranks, pass drop_last=True to the loader. A callback such as ModelCheckpoint must run on every rank, too."
+    "ranks, pass drop_last=True to the loader. A callback such as ModelCheckpoint must run on every rank, too, and in "
+    "fsdp each unit of the model: not an expert that only some ranks' samples use (fsdp_model_args={'shard': [Block]})."
 )
 
 
