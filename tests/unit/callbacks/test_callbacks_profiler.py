@@ -97,6 +97,21 @@ def test_throughput_has_step_values_by_windows() -> None:
     assert loop.history.step_indices("throughput/step_s") == [3, 6]
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_throughput_of_an_epoch_that_is_resumed_counts_this_runs_steps(again: bool, tmp_path: Path) -> None:
+    saves = ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_steps=1)
+    monitor = ThroughputMonitor(every_n_steps=2, units=lambda samples: samples * 5)
+    make_loop().fit(num_iterations=4, callbacks=[monitor, saves], grad_accumulation=2)
+    if not again:
+        monitor = ThroughputMonitor(every_n_steps=2, units=lambda samples: samples * 5)
+    loop = make_loop()
+    loop.fit(num_epochs=1, callbacks=[monitor, saves], grad_accumulation=2, resume_from="last")
+    units, samples = (loop.history.steps(f"throughput/{name}_per_s") for name in ("units", "samples"))
+    assert loop.history.step_indices("throughput/units_per_s") == [2, 4]
+    assert units == pytest.approx([5 * value for value in samples])
+    assert samples[-1] * loop.history.steps("throughput/step_s")[-1] == pytest.approx((2 * 16 + 5) / 2)
+
+
 # -- stochastic weight averaging ---------------------------------------------------------------------------------------
 
 

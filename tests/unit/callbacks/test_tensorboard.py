@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,6 +28,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor, nn, optim
 from torch.utils.tensorboard import SummaryWriter
@@ -424,6 +426,17 @@ class Noisy(Net):
 def test_inputs_that_the_model_cannot_be_traced_with_are_named(given: object, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"TensorBoard: graph_input: .* can't trace"):
         make_loop().fit(num_epochs=1, callbacks=[TensorBoard(tmp_path, graph_input=given)])
+
+
+def test_hyperparameters_from_numpy_and_tensors_are_numbers(tmp_path: Path) -> None:
+    hyperparameters = {"lr": torch.tensor(0.25), "width": np.int64(8), "decay": np.float32(0.5), "list": [1]}
+    make_loop(Noisy()).fit(num_epochs=1, callbacks=[TensorBoard(tmp_path, hyperparameters=hyperparameters)])
+    reader = EventAccumulator(str(tmp_path))
+    reader.Reload()
+    content = reader.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    written = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert [written[name].number_value for name in ("lr", "width", "decay")] == [0.25, 8, 0.5]
+    assert written["list"].string_value == "[1]"
 
 
 def test_histograms_hyperparameters_and_graph(tmp_path: Path) -> None:

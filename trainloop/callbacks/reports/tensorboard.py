@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,9 +58,9 @@ class TensorBoard(Tracker):
         Epochs between two histograms of all parameters. Default: no histograms.
     hyperparameters : mapping, optional
         Entries for TensorBoard's table of runs, in addition to the epoch values and the loop's settings (mode,
-        effective batch size, optimizer, learning rates, ...). Numbers, strings and booleans keep their type; other
-        values are written as text. Default: the hyperparameters of the loop, if it is a ``TrainLoopCheckpoint`` or
-        similar.
+        effective batch size, optimizer, learning rates, ...). Numbers (also numpy's, and those in 0-d tensors), strings
+        and booleans keep their type; other values are written as text. Default: the hyperparameters of the loop, if it
+        is a ``TrainLoopCheckpoint`` or similar.
     graph_input : Tensor or tuple, optional
         Inputs of ``model.forward`` to draw the model's graph. Default: no graph.
 
@@ -266,9 +267,7 @@ class TensorBoard(Tracker):
 
         given = {**self._settings, **(self.hyperparams or {})}
         self._open().write(summary=text("run", description_of(self.train_loop_obj, given)))
-        plain = {
-            name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in given.items()
-        }
+        plain = {name: _plain(value) for name, value in given.items()}
         metrics = {self._epoch_name(name): 0.0 for name in self.train_loop_obj.history}
         for summary in hparams(plain, metrics):
             self._open().write(summary=summary)
@@ -417,6 +416,13 @@ class TensorBoard(Tracker):
 
 def _floats(rates: dict[str, Any]) -> dict[str, float]:
     return {name: float(rate) for name, rate in rates.items()}
+
+
+def _plain(value: Any) -> bool | int | float | str:
+    """Return a number of numpy or of a 0-d tensor as Python's, and an object that is no number as text."""
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.ndim == 0):
+        value = value.item()
+    return value if isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _new_folder(name: str) -> str:

@@ -237,6 +237,9 @@ class ThroughputMonitor(AbstractCallback):
         self._last_step = self.train_loop_obj.global_step
         self._begin_window(_Reading())  # the loop's clock is reset at each epoch
 
+    def on_resume(self) -> None:
+        self.on_epoch_begin()  # not called for an epoch that is resumed in the middle
+
     def on_batch_begin(self) -> None:
         if self.flops and self.flops_per_step is None and self._counter is None:
             self._counter = FlopCounterMode(display=False)
