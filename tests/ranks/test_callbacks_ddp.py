@@ -331,3 +331,25 @@ def test_an_evaluation_by_one_rank_is_an_error_that_names_what_the_others_did(mo
     assert "was the beginning of an evaluation" in str(error.value)
     assert "was the end of a hook" in str(error.value)
     assert "code under `if rank == 0:`" in str(error.value)
+
+
+class Replaces(AbstractCallback):
+    """Gives the loop another optimizer after the first epoch."""
+
+    def on_epoch_end(self) -> None:
+        loop = self.train_loop_obj
+        if loop.epoch == 0:
+            loop.optimizer = optim.Adam(loop.model.parameters(), lr=0.4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gpu_mode", ["ddp", "fsdp"])
+def test_a_schedule_follows_another_optimizer_in_all_ranks(gpu_mode: str) -> None:
+    model = Net()
+    loop = make_loop(model, gpu_mode=gpu_mode, devices=2, seed=0)
+    schedule = LRScheduler(lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    loop.fit(3, callbacks=[schedule, Replaces(), LearningRateMonitor()])
+    assert loop.history["lr"] == [0.1, 0.4, 0.2]
+    assert schedule.scheduler.optimizer is loop.optimizer
+    loop.fit(1, callbacks=[schedule, LearningRateMonitor()])
+    assert loop.history["lr"][3:] == [0.1]

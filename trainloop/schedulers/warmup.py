@@ -10,6 +10,7 @@ import math
 from functools import partial
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainloop._support.user_line import warn
@@ -62,6 +63,12 @@ class _WarmupScheduler(LRScheduler):
                 self._follow_curve()
                 self._warn_of_jump(before[0], length)
         super().on_train_loop_registration()
+
+    def _made(self, factory: Any, optimizer: Optimizer) -> Any:
+        if self._count < 0 and self.num_training_steps is None:  # another optimizer, for the rest of this fit
+            lr_lambda = partial(_factor, self._curve, self.num_warmup_steps, self._planned_steps() or 0)
+            self.factory_kwargs = {**self.factory_kwargs, "lr_lambda": lr_lambda}
+        return super()._made(factory, optimizer)
 
     def _warn_of_jump(self, before: float, length: int) -> None:
         """Warn if a schedule that had ended is extended."""

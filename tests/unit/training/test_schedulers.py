@@ -736,3 +736,85 @@ def test_a_warm_up_of_another_length_is_no_reason_to_warn(tmp_path: Path) -> Non
     for epochs in (2, 3):
         schedule = LRScheduler(lr_scheduler.LinearLR, "step", total_iters=2 * epochs)
         make_loop(seed=0).fit(epochs, callbacks=[schedule, ModelCheckpoint(tmp_path)], resume_from="last")
+
+
+class Replace(AbstractCallback):
+    """Gives the loop another optimizer in a hook, once."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__("replace")
+        self.optimizer: Any = None
+        setattr(self, hook, self.replace)
+
+    def replace(self) -> None:
+        loop = self.train_loop_obj
+        if self.optimizer is None:
+            loop.optimizer = self.optimizer = optim.SGD(loop.model.parameters(), lr=0.5, momentum=0.9)
+
+
+@pytest.mark.parametrize(("hook", "before"), [("on_train_begin", 0), ("on_batch_end", 1), ("on_epoch_end", 7)])
+@pytest.mark.parametrize(
+    ("make", "by_hand"),
+    [
+        (
+            lambda: LRScheduler(lr_scheduler.ExponentialLR, "step", gamma=0.9),
+            lambda optimizer, steps: lr_scheduler.ExponentialLR(optimizer, gamma=0.9),
+        ),
+        (
+            lambda: LRScheduler(lr_scheduler.OneCycleLR, "step", max_lr=0.2, total_steps=None),
+            lambda optimizer, steps: lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=steps),
+        ),
+        (
+            lambda: warmup.LinearWithWarmupScheduler(2),
+            lambda optimizer, steps: lr_scheduler.LambdaLR(
+                optimizer, lambda step: step / 2 if step < 2 else max(0.0, 1 - (step - 2) / (steps - 2))
+            ),
+        ),
+    ],
+)
+def test_another_optimizer_begins_the_schedule_again_for_the_steps_left(
+    make: Any, by_hand: Any, hook: str, before: int
+) -> None:
+    rates = Rates()
+    make_loop(seed=0).fit(3, callbacks=[make(), Replace(hook), rates])
+    steps = 3 * STEPS_PER_EPOCH
+    first = rates_by_hand(lambda optimizer: by_hand(optimizer, steps), before)
+    second = rates_by_hand(lambda optimizer: by_hand(optimizer, steps - before), steps - before - 1, lr=0.5)
+    assert rates.steps[: steps - 1] == pytest.approx(first + second)
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"), [("on_train_begin", [0.5, 0.25, 0.125]), ("on_epoch_end", [0.1, 0.5, 0.25])]
+)
+def test_a_schedule_of_epochs_does_not_step_before_another_optimizer_has_trained(
+    hook: str, expected: list[float]
+) -> None:
+    rates = Rates()
+    schedule = LRScheduler(lr_scheduler.ExponentialLR, gamma=0.5)
+    make_loop(seed=0).fit(3, callbacks=[schedule, Replace(hook), rates])
+    assert rates.steps[::STEPS_PER_EPOCH] == expected
+
+
+def test_a_schedule_whose_optimizer_was_replaced_is_an_error() -> None:
+    loop = make_loop(seed=0)
+    schedule = LRScheduler(lr_scheduler.StepLR(loop.optimizer, 1))
+    with pytest.raises(ConfigurationError, match="SGD is not one of the loop's optimizers"):
+        loop.fit(3, callbacks=[schedule, Replace("on_epoch_end")])
+
+
+def test_a_run_with_another_optimizer_resumes_its_schedule(tmp_path: Path) -> None:
+    def fit(epochs: int, hook: str) -> Any:
+        loop = make_loop(seed=0)
+        schedule = LRScheduler(lr_scheduler.ExponentialLR, "step", gamma=0.9)
+        loop.fit(
+            epochs,
+            callbacks=[schedule, Replace(hook), ModelCheckpoint(tmp_path / str(epochs))],
+            resume_from=None if hook == "on_epoch_end" else whole[0],
+        )
+        return loop.model.state_dict()
+
+    whole = [tmp_path]
+    expected = fit(3, "on_epoch_end")
+    whole = sorted((tmp_path / "3").glob("*.pt"))[1:2]  # after the second epoch
+    resumed = fit(3, "on_train_begin")
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)

@@ -118,12 +118,14 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     ConfigurationError
         At construction: for an unknown ``interval``, an optimizer among the arguments, a ``frequency`` below 1, or a
         plateau scheduler with ``interval='step'`` and no ``monitor``. At ``fit``: if there is no
-        optimizer, if ``optimizer_idx`` is missing or out of range, if the scheduler belongs to another optimizer, if it
-        can't be created with the arguments, if its ``step`` needs arguments, or if the metric does not exist.
+        optimizer, if ``optimizer_idx`` is missing or out of range, if a scheduler object belongs to another optimizer
+        (also after ``tl.optimizer = ...``), if it can't be created with the arguments, if its ``step`` needs arguments,
+        or if the metric does not exist.
 
     Notes
     -----
-    A second ``fit`` continues the schedule. Its state is part of checkpoints.
+    A second ``fit`` continues the schedule. Its state is part of checkpoints. If the loop gets another optimizer
+    (``tl.optimizer = ...``), the schedule begins again with the rates of this optimizer.
 
     Examples
     --------
@@ -178,6 +180,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         self._count = 0
         self._groups = 0  # of the optimizer, when the scheduler was made; 0 before
         self._first = False  # True before the first step of a resumed schedule
+        self._count_before = 0  # steps of the schedule before this fit
+        self._unused_until = -1  # global step at which the loop got another optimizer
         self._length_in_script: int | None = None
         self._metric: Monitor | None = None
         self._judged_step = 0
@@ -193,18 +197,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
         optimizer = self._optimizer()
-        if self.scheduler is None:
-            assert self.factory is not None
-            self.scheduler = self._made(self.factory, optimizer)
-        elif self.scheduler.optimizer is not optimizer:
-            if self.factory is None:
-                raise ConfigurationError(
-                    f"LRScheduler: the {type(self.scheduler).__name__} was created for an optimizer that is not "
-                    "the loop's. Create the scheduler with the loop's optimizer, or pass the scheduler's class and "
-                    "arguments."
-                )
-            self._count = self._groups = 0
-            self.scheduler = self._made(self.factory, optimizer)  # the loop has another optimizer now
+        if self.scheduler is None or self.scheduler.optimizer is not optimizer:
+            self._make(optimizer)
+        self._count_before = self._count
         self._groups = self._groups or len(optimizer.param_groups)
         self._check_step()
         if _is_plateau(self.scheduler):
@@ -214,6 +209,26 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             self._metric.check(loop)
         self._check_length()
         self._length_in_script = self._length()[0]
+
+    def follow_optimizer(self) -> None:
+        """Begin the schedule again if the loop has another optimizer now. A scheduler object is checked when used."""
+        if self.factory is None or self.scheduler is None or self.scheduler.optimizer is (now := self._optimizer()):
+            return
+        self._make(now, done=self._count - self._count_before)
+        self._count_before, self._groups = 0, len(now.param_groups)
+        self._unused_until = self.train_loop_obj.global_step
+
+    def _make(self, optimizer: Optimizer, done: int = 0) -> None:
+        """Create the scheduler of an optimizer that the loop gets after ``done`` of this fit's scheduler steps."""
+        if self.factory is None:
+            raise ConfigurationError(
+                f"LRScheduler: the {type(self.scheduler).__name__} was created for an optimizer that is not "
+                "the loop's. Create the scheduler with the loop's optimizer, or pass the scheduler's class and "
+                "arguments."
+            )
+        self._count, self._groups = -done, 0  # a length that follows the training's is that of the steps left
+        self.scheduler = self._made(self.factory, optimizer)
+        self._count = 0
 
     def _made(self, factory: Callable[..., Any], optimizer: Optimizer) -> Any:
         """Return a new scheduler, whose length may be that of the run."""
@@ -329,6 +344,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             # when the optimizer is sent to a rank, and the warning would be wrong: the loop's order is correct.
             warnings.filterwarnings("ignore", _WRONG_ORDER)
         self._first = self.train_loop_obj.resumed
+        self.follow_optimizer()
 
     def on_resume(self) -> None:
         """Warn if the schedule, which is the checkpoint's, ends earlier than the script's would."""
@@ -360,11 +376,14 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             self._judged_step = loop.global_step
             value = self._metric.newest_within(loop)
             if value is not None:
+                self._optimizer()  # checks it
                 self.scheduler.step(value)
 
     @logs_nothing
     def on_epoch_end(self) -> None:
         loop, metric = self.train_loop_obj, self._metric
+        if self._unused_until == loop.global_step:  # the optimizer has not trained yet
+            return
         if self.interval == "step":
             value = None if metric is None else metric.left_for_epoch_end(loop, due=self._judged_step > 0)
             if value is not None and loop.cut is None:  # a cut epoch is not at its end
@@ -376,6 +395,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                 self._step(value)
 
     def _step(self, *metric: float) -> None:
+        self._optimizer()  # checks that a scheduler object is not that of an optimizer that was replaced
         self._count += 1
         if self._count % self.frequency == 0:
             # The step of the optimizer that precedes the first step of a resumed schedule was before the checkpoint.

@@ -349,6 +349,9 @@ class Training(Run):
         if name in ("optimizer", "criterion"):
             self.gradients.assigned(name)
             self._looks_again = self.loop.global_step
+            for callback in self.loop.callbacks if name == "optimizer" else ():
+                if hasattr(callback, "follow_optimizer"):
+                    callback.follow_optimizer()
         elif name == "num_iterations":
             self._last_iteration = self._end_in_iterations()
 
