@@ -37,6 +37,7 @@ from trainloop._support.stopping import EARLY_STOP, END_EPOCH, INTERRUPT, StopAg
 from trainloop._support.user_line import warn_or_print
 from trainloop.callbacks.base import AbstractCallback, HookTable, Saver, matched_entries
 from trainloop.callbacks.loop import Loop
+from trainloop.callbacks.weights.train_schedule import LRScheduler
 from trainloop.data import StepBatches, TrainFeed
 from trainloop.data.batch.batches import note_batch
 from trainloop.data.feed.marks import LoaderMarks
@@ -350,7 +351,7 @@ class Training(Run):
             self.gradients.assigned(name)
             self._looks_again = self.loop.global_step
             for callback in self.loop.callbacks if name == "optimizer" else ():
-                if hasattr(callback, "follow_optimizer"):
+                if isinstance(callback, LRScheduler):
                     callback.follow_optimizer()
         elif name == "num_iterations":
             self._last_iteration = self._end_in_iterations()
