@@ -755,7 +755,13 @@ class Replace(AbstractCallback):
 
 @pytest.mark.parametrize(
     ("hook", "before"),
-    [("on_train_begin", 0), ("on_after_optimizer_step", 1), ("on_batch_end", 1), ("on_epoch_end", 7)],
+    [
+        ("on_multiprocess_start", 0),
+        ("on_train_begin", 0),
+        ("on_after_optimizer_step", 1),
+        ("on_batch_end", 1),
+        ("on_epoch_end", 7),
+    ],
 )
 @pytest.mark.parametrize(
     ("make", "by_hand"),

@@ -347,7 +347,7 @@ class Training(Run):
     def assigned(self, name: str) -> None:
         """Follow an attribute of the loop that was assigned a new value."""
         super().assigned(name)
-        if name in ("optimizer", "criterion"):
+        if name in ("optimizer", "criterion") and "gradients" in self.__dict__:  # not in on_multiprocess_start
             self.gradients.assigned(name)
             self._looks_again = self.loop.global_step
             for callback in self.loop.callbacks if name == "optimizer" else ():
