@@ -297,6 +297,8 @@ def take_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
         if isinstance(value, Tensor):
             if not is_sharded(value):
                 return value
+            while path in shards:  # as with the keys 1 and '1' in one dict
+                path += "'"
             shards[path] = value.detach()
             return {MARK: path}
         return map_items(value, lambda key, item: walk(item, f"{path}.{key}" if path else str(key)))

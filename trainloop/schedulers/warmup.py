@@ -47,41 +47,46 @@ class _WarmupScheduler(LRScheduler):
         super().__init__(LambdaLR, "step", lr_lambda=lr_lambda, last_epoch=last_epoch, **kwargs)
 
     def on_train_loop_registration(self) -> None:
-        if self.num_training_steps is None:
-            length = self._planned_steps()
-            if length is None:
-                raise ConfigurationError(
-                    f"{type(self).__name__}: num_training_steps=None, but train_loader has no length to compute it "
-                    "from. Pass num_training_steps."
-                )
-            # If the training is shorter than the warm-up, it ends during the warm-up.
-            lr_lambda = partial(_factor, self._curve, self.num_warmup_steps, length)
-            self.factory_kwargs = {**self.factory_kwargs, "lr_lambda": lr_lambda}
-            if self.scheduler is not None:  # an earlier fit created the scheduler, with a shorter curve
-                before = [group["lr"] for group in self.scheduler.optimizer.param_groups]
-                self.scheduler.lr_lambdas = [lr_lambda] * len(self.scheduler.lr_lambdas)
-                self._follow_curve()
-                self._warn_of_jump(before[0], length)
+        earlier = self.scheduler
         super().on_train_loop_registration()
+        if earlier is self.scheduler and self.num_training_steps is None:  # an earlier fit's, with a shorter curve
+            before = [group["lr"] for group in self.scheduler.optimizer.param_groups]
+            self._follow_curve()
+            self._warn_of_jump(before[0])
 
     def _made(self, factory: Any, optimizer: Optimizer) -> Any:
-        if self._count < 0 and self.num_training_steps is None:  # another optimizer, for the rest of this fit
-            lr_lambda = partial(_factor, self._curve, self.num_warmup_steps, self._planned_steps() or 0)
-            self.factory_kwargs = {**self.factory_kwargs, "lr_lambda": lr_lambda}
+        self._plan_curve()
         return super()._made(factory, optimizer)
 
-    def _warn_of_jump(self, before: float, length: int) -> None:
+    def _plan_curve(self) -> None:
+        """Compute the default length of the curve from the length of the training."""
+        if self.num_training_steps is not None:
+            return
+        length = self._planned_steps()
+        if length is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}: num_training_steps=None, but train_loader has no length to compute it "
+                "from. Pass num_training_steps."
+            )
+        # If the training is shorter than the warm-up, it ends during the warm-up.
+        lr_lambda = partial(_factor, self._curve, self.num_warmup_steps, length)
+        self.factory_kwargs = {**self.factory_kwargs, "lr_lambda": lr_lambda}
+
+    def _warn_of_jump(self, before: float) -> None:
         """Warn if a schedule that had ended is extended."""
         now = self.scheduler.optimizer.param_groups[0]["lr"]
         if before < 0.01 * now and self.scheduler.last_epoch > self.num_warmup_steps:
             warn(
-                f"{type(self).__name__}: the schedule had ended in an earlier fit, and is now extended to {length} "
-                f"optimizer steps, so that the learning rate jumps from {before:.3g} to {now:.3g}. To avoid this, pass "
-                "num_training_steps, the number of all calls of fit together, or pass a new schedule to each call."
+                f"{type(self).__name__}: the schedule had ended in an earlier fit, and is now extended to "
+                f"{self._planned_steps()} optimizer steps, so that the learning rate jumps from {before:.3g} to "
+                f"{now:.3g}. To avoid this, pass num_training_steps, the number of all calls of fit together, or pass "
+                "a new schedule to each call."
             )
 
     def _follow_curve(self) -> None:
         """Set the rates to those of the curve as it is now; an optimizer may have rates of a shorter training."""
+        self._plan_curve()
+        self.scheduler.lr_lambdas = [self.factory_kwargs["lr_lambda"]] * len(self.scheduler.lr_lambdas)
         for group, rate, factor in zip(
             self.scheduler.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas
         ):

@@ -429,7 +429,7 @@ def test_inputs_that_the_model_cannot_be_traced_with_are_named(given: object, tm
 
 
 def test_hyperparameters_from_numpy_and_tensors_are_numbers(tmp_path: Path) -> None:
-    hyperparameters = {"lr": torch.tensor(0.25), "width": np.int64(8), "decay": np.float32(0.5), "list": [1]}
+    hyperparameters = {"lr": torch.tensor(0.25), "width": np.int64(8), "decay": np.array(0.5), "list": [1]}
     make_loop(Noisy()).fit(num_epochs=1, callbacks=[TensorBoard(tmp_path, hyperparameters=hyperparameters)])
     reader = EventAccumulator(str(tmp_path))
     reader.Reload()

@@ -739,20 +739,30 @@ def test_a_warm_up_of_another_length_is_no_reason_to_warn(tmp_path: Path) -> Non
 
 
 class Replace(AbstractCallback):
-    """Gives the loop another optimizer in a hook, once."""
+    """Gives the loop another optimizer in a hook: after these steps, or once."""
 
-    def __init__(self, hook: str) -> None:
+    def __init__(self, hook: str, *steps: int) -> None:
         super().__init__("replace")
         self.optimizer: Any = None
+        self.steps = steps
         setattr(self, hook, self.replace)
 
     def replace(self) -> None:
         loop = self.train_loop_obj
-        if self.optimizer is None:
+        if loop.global_step in self.steps or (self.optimizer is None and not self.steps):
             loop.optimizer = self.optimizer = optim.SGD(loop.model.parameters(), lr=0.5, momentum=0.9)
 
 
-@pytest.mark.parametrize(("hook", "before"), [("on_train_begin", 0), ("on_batch_end", 1), ("on_epoch_end", 7)])
+@pytest.mark.parametrize(
+    ("hook", "before"),
+    [
+        ("on_multiprocess_start", 0),
+        ("on_train_begin", 0),
+        ("on_after_optimizer_step", 1),
+        ("on_batch_end", 1),
+        ("on_epoch_end", 7),
+    ],
+)
 @pytest.mark.parametrize(
     ("make", "by_hand"),
     [
@@ -795,6 +805,48 @@ def test_a_schedule_of_epochs_does_not_step_before_another_optimizer_has_trained
     assert rates.steps[::STEPS_PER_EPOCH] == expected
 
 
+@pytest.mark.parametrize("hook", ["on_after_optimizer_step", "on_batch_end", "on_epoch_end"])
+def test_a_schedule_of_epochs_ends_with_the_training_after_another_optimizer(hook: str) -> None:
+    schedule = LRScheduler(lr_scheduler.CosineAnnealingLR, T_max=None)
+    make_loop(seed=0).fit(3, callbacks=[schedule, Replace(hook, STEPS_PER_EPOCH)])
+    assert schedule.scheduler.T_max == schedule.scheduler.last_epoch == 2
+
+
+def one_cycle() -> LRScheduler:
+    return LRScheduler(lr_scheduler.OneCycleLR, "step", max_lr=0.2, total_steps=None)
+
+
+@pytest.mark.parametrize(("hook", "steps"), [("on_epoch_end", [7, 14, 21]), ("on_train_end", [21])])
+def test_each_optimizer_gets_a_schedule_for_its_steps(hook: str, steps: list[int]) -> None:
+    loop, rates, schedule = make_loop(seed=0), Rates(), one_cycle()
+    loop.fit(3, callbacks=[schedule, Replace(hook, *steps), rates])
+    loop.fit(1, callbacks=[schedule, rates])  # an optimizer that the loop gets at the end is for the next fit
+    expected = []
+    for begin, end, planned in zip([0, *steps], [*steps, 28], [*(21 - n for n in [0, *steps[:-1]]), 7], strict=True):
+        expected += rates_by_hand(lambda one: lr_scheduler.OneCycleLR(one, 0.2, planned), end - begin)  # noqa: B023
+    assert rates.steps == pytest.approx(expected)
+
+
+class Around(optim.Optimizer):
+    """Contains another optimizer."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_a_schedule_of_a_contained_optimizer_begins_once() -> None:
+    loop, rates = make_loop(seed=0), Rates()
+    loop.optimizer = Around(loop.optimizer)
+    schedule = LRScheduler(lambda one: lr_scheduler.LinearLR(one.inner, 0.25, total_iters=4), "step")
+    for _ in range(2):
+        loop.fit(1, callbacks=[schedule, rates])
+    assert rates.steps == pytest.approx([0.025, 0.04375, 0.0625, 0.08125, *[0.1] * 10])
+
+
 def test_a_schedule_whose_optimizer_was_replaced_is_an_error() -> None:
     loop = make_loop(seed=0)
     schedule = LRScheduler(lr_scheduler.StepLR(loop.optimizer, 1))
@@ -802,19 +854,24 @@ def test_a_schedule_whose_optimizer_was_replaced_is_an_error() -> None:
         loop.fit(3, callbacks=[schedule, Replace("on_epoch_end")])
 
 
-def test_a_run_with_another_optimizer_resumes_its_schedule(tmp_path: Path) -> None:
-    def fit(epochs: int, hook: str) -> Any:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LRScheduler(lr_scheduler.ExponentialLR, "step", gamma=0.9),
+        lambda: LRScheduler(lr_scheduler.CosineAnnealingLR, T_max=None),
+        one_cycle,
+        lambda: warmup.CosineWithWarmupScheduler(2),
+    ],
+)
+@pytest.mark.parametrize("step", [8, 14, 20])
+def test_a_run_with_another_optimizer_resumes_its_schedule(step: int, make: Any, tmp_path: Path) -> None:
+    def fit(replace: Replace, resume: Path | None = None) -> Any:
         loop = make_loop(seed=0)
-        schedule = LRScheduler(lr_scheduler.ExponentialLR, "step", gamma=0.9)
-        loop.fit(
-            epochs,
-            callbacks=[schedule, Replace(hook), ModelCheckpoint(tmp_path / str(epochs))],
-            resume_from=None if hook == "on_epoch_end" else whole[0],
-        )
+        saves = ModelCheckpoint(tmp_path / str(resume is None), every_n_epochs=None, every_n_steps=1, keep=None)
+        loop.fit(3, callbacks=[make(), replace, saves], resume_from=resume)
         return loop.model.state_dict()
 
-    whole = [tmp_path]
-    expected = fit(3, "on_epoch_end")
-    whole = sorted((tmp_path / "3").glob("*.pt"))[1:2]  # after the second epoch
-    resumed = fit(3, "on_train_begin")
+    expected = fit(Replace("on_batch_end", 7))
+    (saved,) = (tmp_path / "True").glob(f"*step=*{step:02}.pt")
+    resumed = fit(Replace("on_train_begin"), saved)
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)

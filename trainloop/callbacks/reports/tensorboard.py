@@ -419,8 +419,8 @@ def _floats(rates: dict[str, Any]) -> dict[str, float]:
 
 
 def _plain(value: Any) -> bool | int | float | str:
-    """Return a number of numpy or of a 0-d tensor as Python's, and an object that is no number as text."""
-    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.ndim == 0):
+    """Return a number of numpy, or in a 0-d array or tensor, as Python's, and an object that is no number as text."""
+    if isinstance(value, (np.generic, np.ndarray, Tensor)) and value.ndim == 0:
         value = value.item()
     return value if isinstance(value, (bool, int, float, str)) else str(value)
 

@@ -180,8 +180,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         self._count = 0
         self._groups = 0  # of the optimizer, when the scheduler was made; 0 before
         self._first = False  # True before the first step of a resumed schedule
-        self._count_before = 0  # steps of the schedule before this fit
-        self._unused_until = -1  # global step at which the loop got another optimizer
+        self._begin = 0  # steps of the schedule before this fit; negative if it began within this fit
+        self._optimizer_of_loop: Optimizer | None = None  # for which the scheduler was made
+        self._seen_step = 0  # global step at which this callback last counted
         self._length_in_script: int | None = None
         self._metric: Monitor | None = None
         self._judged_step = 0
@@ -192,14 +193,16 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         super().reset()
         self._count, self._metric, self._judged_step = 0, None, 0
         if self.factory is not None:
-            self.scheduler, self._groups = None, 0
+            self.scheduler, self._optimizer_of_loop, self._groups = None, None, 0
 
     def on_train_loop_registration(self) -> None:
         loop = self.train_loop_obj
         optimizer = self._optimizer()
-        if self.scheduler is None or self.scheduler.optimizer is not optimizer:
+        self._begin = self._count
+        if self.factory is None:
+            self._refuse_other(optimizer)
+        elif self._optimizer_of_loop is not optimizer:
             self._make(optimizer)
-        self._count_before = self._count
         self._groups = self._groups or len(optimizer.param_groups)
         self._check_step()
         if _is_plateau(self.scheduler):
@@ -211,24 +214,47 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         self._length_in_script = self._length()[0]
 
     def follow_optimizer(self) -> None:
-        """Begin the schedule again if the loop has another optimizer now. A scheduler object is checked when used."""
-        if self.factory is None or self.scheduler is None or self.scheduler.optimizer is (now := self._optimizer()):
-            return
-        self._make(now, done=self._count - self._count_before)
-        self._count_before, self._groups = 0, len(now.param_groups)
-        self._unused_until = self.train_loop_obj.global_step
+        """Begin the schedule again, for the steps left, if the loop has another optimizer now.
 
-    def _make(self, optimizer: Optimizer, done: int = 0) -> None:
-        """Create the scheduler of an optimizer that the loop gets after ``done`` of this fit's scheduler steps."""
-        if self.factory is None:
+        A scheduler object is checked when it is used: the callback that replaces the optimizer may replace it, too.
+        """
+        if self.factory is None or self._optimizer_of_loop is (now := self._optimizer()):
+            return
+        run = self.train_loop_obj.watch()
+        ended = run.epoch_steps > 0
+        if self.interval == "epoch":
+            ended = run.epoch_finished or (run.stage == "done" and run.epoch_batches == run.feed.num_batches)
+        # The last step or epoch counts if this callback's hook for it is still to be called.
+        begin = self._begin - self._count - int(ended and self._seen_step != self.train_loop_obj.global_step)
+        of_fit = self._units_of_fit()
+        if of_fit is None or begin + of_fit > 0:  # otherwise the next fit begins the schedule
+            self._make(now, begin)
+
+    def _make(self, optimizer: Optimizer, begin: int = 0) -> None:
+        """Create the scheduler of an optimizer that the loop has now."""
+        assert self.factory is not None
+        self._count, self._begin, self._groups = 0, begin, len(optimizer.param_groups)
+        self.scheduler = self._made(self.factory, optimizer)
+        self._optimizer_of_loop = optimizer
+
+    def _refuse_other(self, optimizer: Optimizer) -> None:
+        """Raise an error if a scheduler object is not for an optimizer."""
+        if self.scheduler.optimizer is not optimizer:
             raise ConfigurationError(
                 f"LRScheduler: the {type(self.scheduler).__name__} was created for an optimizer that is not "
                 "the loop's. Create the scheduler with the loop's optimizer, or pass the scheduler's class and "
                 "arguments."
             )
-        self._count, self._groups = -done, 0  # a length that follows the training's is that of the steps left
-        self.scheduler = self._made(self.factory, optimizer)
-        self._count = 0
+
+    def _is_trained(self) -> bool:
+        """Return True if the loop's optimizer did the last step; False if the loop got it only after that.
+
+        A scheduler object that is not for this optimizer is an error.
+        """
+        optimizer = self._optimizer()
+        if self.factory is None:
+            self._refuse_other(optimizer)
+        return any(one is optimizer for one in self.train_loop_obj.watch().gradients.optimizers)
 
     def _made(self, factory: Callable[..., Any], optimizer: Optimizer) -> Any:
         """Return a new scheduler, whose length may be that of the run."""
@@ -268,13 +294,18 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 
     def _planned_steps(self) -> int | None:
         """Return the number of scheduler steps by the end of ``fit``, including earlier steps; ``None`` if unknown."""
+        of_fit = self._units_of_fit()
+        return None if of_fit is None else (self._begin + of_fit) // self.frequency
+
+    def _units_of_fit(self) -> int | None:
+        """Return the number of optimizer steps, or epochs, in this ``fit``; ``None`` if unknown."""
         loop = self.train_loop_obj
         if not (loop.num_epochs or loop.num_iterations):  # registered outside of fit
             return None
         of_fit = loop.num_optimizer_steps() if self.interval == "step" else loop.num_epochs or None
         if of_fit is None and (of_epoch := loop.num_optimizer_steps(num_epochs=1)):
             of_fit = -(-(loop.num_optimizer_steps() or 0) // of_epoch)
-        return None if of_fit is None else (self._count + of_fit) // self.frequency
+        return of_fit
 
     def _length(self) -> tuple[int | None, bool]:
         """Return the number of steps until the schedule ends, or ``None``; and False if it may end earlier."""
@@ -344,13 +375,14 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             # when the optimizer is sent to a rank, and the warning would be wrong: the loop's order is correct.
             warnings.filterwarnings("ignore", _WRONG_ORDER)
         self._first = self.train_loop_obj.resumed
+        self._seen_step = self.train_loop_obj.global_step
         self.follow_optimizer()
 
     def on_resume(self) -> None:
         """Warn if the schedule, which is the checkpoint's, ends earlier than the script's would."""
         (length, exact), meant = self._length(), self._length_in_script
         of_run = any(self.factory_kwargs.get(name, 0) is None for name in _STEP_COUNTS)
-        if length is None or meant is None or length >= meant or not (exact or of_run):
+        if length is None or meant is None or length >= meant or not (exact or of_run) or self._begin < 0:
             return
         if self.train_loop_obj.is_global_zero:
             unit = "optimizer step" if self.interval == "step" else "epoch"
@@ -364,8 +396,10 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 
     def on_after_optimizer_step(self) -> None:
         # The schedule counts only steps that AMP did not skip, as torch's documentation recommends.
-        if self.interval == "step" and self._metric is None and not self.train_loop_obj.step_skipped:
-            self._step()
+        if self.interval == "step" and self._metric is None:
+            self._seen_step = self.train_loop_obj.global_step
+            if self._is_trained() and not self.train_loop_obj.step_skipped:
+                self._step()
 
     def on_batch_end(self) -> None:
         # A plateau's metric may be logged in this hook, by callbacks before this one.
@@ -375,14 +409,14 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if loop.global_step % self.frequency == 0:
             self._judged_step = loop.global_step
             value = self._metric.newest_within(loop)
-            if value is not None:
-                self._optimizer()  # checks it
+            if value is not None and self._is_trained():
                 self.scheduler.step(value)
 
     @logs_nothing
     def on_epoch_end(self) -> None:
         loop, metric = self.train_loop_obj, self._metric
-        if self._unused_until == loop.global_step:  # the optimizer has not trained yet
+        self._seen_step = loop.global_step
+        if not self._is_trained():
             return
         if self.interval == "step":
             value = None if metric is None else metric.left_for_epoch_end(loop, due=self._judged_step > 0)
@@ -395,7 +429,6 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                 self._step(value)
 
     def _step(self, *metric: float) -> None:
-        self._optimizer()  # checks that a scheduler object is not that of an optimizer that was replaced
         self._count += 1
         if self._count % self.frequency == 0:
             # The step of the optimizer that precedes the first step of a resumed schedule was before the checkpoint.
@@ -425,6 +458,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         return {
             "scheduler": AbstractScheduler.state_dict(self),
             "count": self._count,
+            "begin": self._begin,
             "metric": None if self._metric is None else self._metric.state_dict(),
             "judged_step": self._judged_step,
         }
@@ -435,7 +469,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         AbstractScheduler.load_state_dict(self, state_dict["scheduler"])
         self._count = state_dict["count"]
-        self._judged_step = state_dict.get("judged_step", 0)  # older checkpoints lack this entry
+        # Older checkpoints lack these entries.
+        self._begin = state_dict.get("begin", self._begin)
+        self._judged_step = state_dict.get("judged_step", 0)
         if self._metric is not None and state_dict["metric"] is not None:
             self._metric.load_state_dict(state_dict["metric"])
 

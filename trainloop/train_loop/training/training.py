@@ -37,6 +37,7 @@ from trainloop._support.stopping import EARLY_STOP, END_EPOCH, INTERRUPT, StopAg
 from trainloop._support.user_line import warn_or_print
 from trainloop.callbacks.base import AbstractCallback, HookTable, Saver, matched_entries
 from trainloop.callbacks.loop import Loop
+from trainloop.callbacks.weights.train_schedule import LRScheduler
 from trainloop.data import StepBatches, TrainFeed
 from trainloop.data.batch.batches import note_batch
 from trainloop.data.feed.marks import LoaderMarks
@@ -346,11 +347,11 @@ class Training(Run):
     def assigned(self, name: str) -> None:
         """Follow an attribute of the loop that was assigned a new value."""
         super().assigned(name)
-        if name in ("optimizer", "criterion"):
+        if name in ("optimizer", "criterion") and "gradients" in self.__dict__:  # not in on_multiprocess_start
             self.gradients.assigned(name)
             self._looks_again = self.loop.global_step
             for callback in self.loop.callbacks if name == "optimizer" else ():
-                if hasattr(callback, "follow_optimizer"):
+                if isinstance(callback, LRScheduler):
                     callback.follow_optimizer()
         elif name == "num_iterations":
             self._last_iteration = self._end_in_iterations()
