@@ -95,7 +95,7 @@ def _explaining_shards(what: str) -> Iterator[None]:
     try:
         with _OnShards():
             yield
-    except (RuntimeError, AssertionError) as error:
+    except Exception as error:
         explain_deepcopy(error)
         if not is_of_shards(error):
             raise
