@@ -298,6 +298,27 @@ def test_a_model_called_by_a_callback_is_explained_in_fsdp() -> None:
 
 
 @pytest.mark.long
+def test_an_embedding_that_a_callback_calls_is_explained_in_fsdp() -> None:
+    class Words(Net):
+        """The lookup in a shard alone works; torch fails where the next layer uses its result."""
+
+        def __init__(self) -> None:
+            super().__init__("several forwards")
+            self.words, self.reads = nn.Embedding(5, 3, dtype=D), nn.LSTM(3, 3, dtype=D)
+
+        def loss(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss(x + self.reads(self.words(torch.arange(len(x))))[0], y)
+
+    class Writes(AbstractCallback):
+        def on_epoch_end(self) -> None:
+            model = self.train_loop_obj.model
+            model.reads(model.words(torch.tensor([3, 1])))
+
+    with pytest.raises(WorkerFailedError, match=r"outside of get_loss.*predict_with_model\(\[batch\]\)"):
+        trained(Words(), "fsdp", callbacks=[Writes("writes")])
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("hook", ["on_epoch_begin", "on_evaluation_end"])
 def test_a_model_that_calls_itself_in_its_hook_is_explained_in_fsdp(hook: str) -> None:
     class Calls(Net):

@@ -149,7 +149,10 @@ class TTDataParallel(Transparent, DataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's outputs, concatenated along ``dim``."""
-        return self._run("__call__", *inputs, **kwargs)
+        run = self._run
+        if torch.compiler.is_compiling():  # torch.compile(wrapper): replicas are made and run as they are
+            run = torch.compiler.disable(run)
+        return run("__call__", *inputs, **kwargs)
 
     def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         devices = self._tt_devices

@@ -28,7 +28,13 @@ from torch.utils.data import (
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel, TTModel, checkpoint
 from trainloop.__main__ import main
-from trainloop.callbacks import EarlyStopping, ExponentialMovingAverage, LRScheduler, ModelCheckpoint
+from trainloop.callbacks import (
+    EarlyStopping,
+    ExponentialMovingAverage,
+    LearningRateMonitor,
+    LRScheduler,
+    ModelCheckpoint,
+)
 from trainloop.callbacks.base import Saver
 from trainloop.data import SplitBatches
 from trainloop.data.order import orders
@@ -493,6 +499,30 @@ def test_a_resume_says_which_arguments_of_a_schedule_are_used(
         "from the checkpoint (the script has 5), MultiStepLR's milestones=[2] from the checkpoint (the script has [5])."
         "\n"
     )
+
+
+@pytest.mark.filterwarnings("ignore:LRScheduler. the schedule ends")
+def test_another_class_of_schedules_begins_at_its_first_step_in_a_resumed_run(tmp_path: Path) -> None:
+    kinds = torch.optim.lr_scheduler
+
+    def rates(schedule: Any, epochs: int) -> list[float]:
+        loop = small_loop.make_loop(seed=1)
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+        callbacks = [LRScheduler(schedule), LearningRateMonitor(), ModelCheckpoint(tmp_path)]
+        loop.fit(epochs, callbacks=callbacks, resume_from="last")
+        return loop.history["lr"]
+
+    def warmed(last: Any) -> Any:
+        return lambda o: kinds.SequentialLR(o, [kinds.ConstantLR(o, 0.5, 1), last(o)], [1])
+
+    assert rates(lambda o: kinds.StepLR(o, 1, 0.5), 2) == pytest.approx([0.1, 0.05])
+    with pytest.warns(UserWarning, match="the state of a StepLR, but this fit has a LambdaLR"):
+        decay = rates(lambda o: kinds.LambdaLR(o, lambda epoch: 1 / (1 + epoch)), 5)
+    assert decay[2:] == pytest.approx([0.025, 0.05, 0.1 / 3])  # the checkpoint's rate, then the schedule's own
+    with pytest.warns(UserWarning, match="a LambdaLR, but this fit has a SequentialLR.ConstantLR, StepLR.[.] That"):
+        rates(warmed(lambda o: kinds.StepLR(o, 1)), 6)
+    with pytest.warns(UserWarning, match="SequentialLR.ConstantLR, StepLR., but .* SequentialLR.ConstantLR, LambdaLR"):
+        rates(warmed(lambda o: kinds.LambdaLR(o, lambda epoch: 1.0)), 7)
 
 
 def test_the_monitors_patience_goes_on(tmp_path: Path) -> None:

@@ -131,3 +131,10 @@ def test_a_loss_of_a_frozen_network_alone_is_no_error(fp16: bool) -> None:
     (one, frozen), (other, trained_) = trained(Apart, frozen=True, fp16=fp16), trained(Apart, frozen=False, fp16=fp16)
     assert torch.equal(one, other)
     assert not torch.equal(frozen, trained_)
+
+
+@pytest.mark.parametrize("mode", ["single", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_parameters_of_float16_are_refused_with_advice(mode: str) -> None:
+    loop = make_loop(model=Net().half(), gpu_mode=mode, devices=2 if mode == "fsdp" else 1, use_amp="fp16")
+    with pytest.raises(Exception, match=r"parameters of the \w+ are float16. Convert the model back"):
+        loop.fit(num_epochs=1)

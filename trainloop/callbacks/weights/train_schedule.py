@@ -22,6 +22,7 @@ from trainloop.callbacks.arguments import count_of
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Monitor
 from trainloop.devices import whole_number
+from trainloop.distributed.ranks import is_global_zero
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim import MultiOptimizer
 from trainloop.optim.optimizers import optimizers_of
@@ -69,9 +70,19 @@ class AbstractScheduler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that :meth:`state_dict` returned. Learning rates are part of the optimizer's state."""
-        if self.scheduler is not None and state_dict:
-            _load_into(self.scheduler, state_dict)
-            _restore_counters(self.scheduler)
+        if self.scheduler is None or not state_dict:
+            return
+        if not _fits(self.scheduler, state_dict):  # torch would mix the attributes of both, or raise a KeyError
+            if is_global_zero():
+                warn(
+                    f"{type(self).__name__}: the checkpoint has the state of a {state_dict[_KIND]}, but this fit has a "
+                    f"{_kind(self.scheduler)}. That state is ignored: the new schedule begins at its first step, with "
+                    "the checkpoint's learning rate. To begin with another rate, set group['lr'] in a callback's "
+                    "on_resume."
+                )
+            return
+        _load_into(self.scheduler, state_dict)
+        _restore_counters(self.scheduler)
 
     def other_settings(self, state_dict: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """Return the arguments of the scheduler that differ in a state: ``(name, value in the state, own value)``."""
@@ -468,6 +479,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         AbstractScheduler.load_state_dict(self, state_dict["scheduler"])
+        if not _fits(self.scheduler, state_dict["scheduler"]):
+            return
         self._count = state_dict["count"]
         # Older checkpoints lack these entries.
         self._begin = state_dict.get("begin", self._begin)
@@ -585,6 +598,17 @@ def _is_plateau(scheduler: Any) -> bool:
 
 
 _NESTED = "trainloop: nested schedulers"
+_KIND = "trainloop: class"
+
+
+def _kind(scheduler: Any) -> str:
+    """Return the name of a scheduler's class, with those of the schedulers that it runs in turn or together."""
+    parts = ", ".join(_kind(part) for part in getattr(scheduler, "_schedulers", ()))
+    return f"{type(scheduler).__name__}({parts})" if parts else type(scheduler).__name__
+
+
+def _fits(scheduler: Any, state: Mapping[str, Any]) -> bool:
+    return state.get(_KIND, _kind(scheduler)) == _kind(scheduler)  # older checkpoints lack this entry
 
 
 def _state_of(scheduler: Any) -> dict[str, Any]:
@@ -594,15 +618,17 @@ def _state_of(scheduler: Any) -> dict[str, Any]:
     """
     state = _own_state(scheduler)
     nested = [name for name, value in state.items() if _is_scheduler(value) and getattr(scheduler, name, None) is value]
-    return {**state, **{name: _state_of(state[name]) for name in nested}, **({_NESTED: nested} if nested else {})}
+    inner = {name: _state_of(state[name]) for name in nested}
+    return {**state, **inner, **({_NESTED: nested} if nested else {}), _KIND: _kind(scheduler)}
 
 
 def _load_into(scheduler: Any, state: Mapping[str, Any]) -> None:
     """Load the result of :func:`_state_of` into a scheduler, and into those in its attributes."""
     state = dict(state)
+    state.pop(_KIND, None)
     for name in state.pop(_NESTED, ()):
         inner = getattr(scheduler, name, None)
-        if not _is_scheduler(inner):
+        if not _is_scheduler(inner) or not _fits(inner, state[name]):
             raise CheckpointError(
                 f"the checkpoint has the state of a scheduler in {type(scheduler).__name__}.{name}, but this script's "
                 f"has {inner!r}. Pass the scheduler of the checkpoint's run."
@@ -626,7 +652,7 @@ def _own_state(scheduler: Any) -> dict[str, Any]:
 def _other_settings(scheduler: Any, state: Any) -> list[tuple[str, Any, Any]]:
     """Compare the arguments of a scheduler, and of the schedulers within it, with those in a state."""
     own = {} if scheduler is None else _own_state(scheduler)
-    if not isinstance(state, Mapping) or not isinstance(own, Mapping):
+    if not isinstance(state, Mapping) or not isinstance(own, Mapping) or not _fits(scheduler, state):
         return []
     arguments = set(inspect.signature(type(scheduler).__init__).parameters) - {"last_epoch", "optimizer", "schedulers"}
     names = [name for name in own if name in state and name.lstrip("_") in arguments]

@@ -30,13 +30,14 @@ _OF_SHARDS = (
 
 def is_of_shards(error: BaseException) -> bool:
     """Return True if torch raised an error because a tensor is a rank's shard."""
-    if isinstance(error, AssertionError):  # some have no text
-        frame = error.__traceback__
-        while frame is not None and frame.tb_next is not None:
-            frame = frame.tb_next
-        return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor")
     if isinstance(error, TrainLoopError):  # it has its own explanation
         return False
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    where = frame.tb_frame.f_globals.get("__name__", "") if frame is not None else ""
+    if where.startswith("torch.distributed.tensor"):  # an AssertionError without a text, or an IndexError in a lookup
+        return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_SHARDS)
 
 

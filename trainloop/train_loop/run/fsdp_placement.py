@@ -35,7 +35,7 @@ from trainloop.parallel.sharded.shards import (
     write_shard,
 )
 from trainloop.train_loop.progress.loop_state import LoopState
-from trainloop.train_loop.run.placement import Placement, move_state
+from trainloop.train_loop.run.placement import Placement, move_state, of_half_precision
 
 if TYPE_CHECKING:
     from trainloop._transfer.result import ResultFile
@@ -60,7 +60,7 @@ class _Scaler(torch.amp.GradScaler):
             if p.grad is None:
                 continue
             if p.grad.dtype == torch.float16 and not allow_fp16:
-                raise ValueError("Attempting to unscale FP16 gradients.")  # torch's text
+                raise of_half_precision(optimizer)
             part = local_shard(p.grad)
             if part.numel():
                 infinite = part.isfinite().logical_not_().any()
@@ -95,7 +95,7 @@ def _explaining_shards(what: str) -> Iterator[None]:
     try:
         with _OnShards():
             yield
-    except (RuntimeError, AssertionError) as error:
+    except Exception as error:
         explain_deepcopy(error)
         if not is_of_shards(error):
             raise

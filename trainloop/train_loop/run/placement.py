@@ -37,9 +37,21 @@ class Scaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        try:
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        except ValueError as error:  # its text: Attempting to unscale FP16 gradients
+            raise of_half_precision(optimizer) from error
         # Without an entry, torch's step() and update() raise "No inf checks were recorded".
         return found or {found_inf.device: found_inf}
+
+
+def of_half_precision(optimizer: torch.optim.Optimizer) -> ConfigurationError:
+    """Return an error for gradients that a scaler can't unscale, because they are float16 themselves."""
+    return ConfigurationError(
+        "use_amp with fp16 trains float32 parameters and converts them where they are used, but parameters of the "
+        f"{type(optimizer).__name__} are float16. Convert the model back, model.float(), and leave out .half() or "
+        "torch_dtype=torch.float16. Or use model.bfloat16() with use_amp=False."
+    )
 
 
 @dataclass
