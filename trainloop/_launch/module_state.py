@@ -21,7 +21,6 @@ import pickle
 import random
 import re
 import sys
-import sysconfig
 import types
 import warnings
 import zlib
@@ -46,8 +45,6 @@ _COMPILERS_OWN = re.compile(r"__\w*_\d")
 _MISSING = object()
 _OWN_FILE = ""
 _FILE_LOADER = importlib.machinery.SourceFileLoader
-_PATHS = [path for path in sysconfig.get_paths().values() if path]
-_LIBRARIES = tuple({path + os.sep for path in [*_PATHS, *map(os.path.realpath, _PATHS)]})
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -114,10 +111,19 @@ def _origin_of(top: str) -> str | None:
 
 
 @functools.cache
+def _libraries() -> tuple[str, ...]:
+    """Return the folders of the interpreter's own modules and of installed packages."""
+    import sysconfig  # 2 ms, which only launches need
+
+    paths = [path for path in sysconfig.get_paths().values() if path]
+    return tuple({path + os.sep for path in [*paths, *map(os.path.realpath, paths)]})
+
+
+@functools.cache
 def _in_library(file: str) -> bool:
     if f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file:
         return True
-    if file.startswith((*_LIBRARIES, _PACKAGE)) or os.path.realpath(file).startswith((*_LIBRARIES, _PACKAGE)):
+    if file.startswith((*_libraries(), _PACKAGE)) or os.path.realpath(file).startswith((*_libraries(), _PACKAGE)):
         return True
     folders = [folder for folder in map(os.path.abspath, sys.path) if file.startswith(folder + os.sep)]
     return any(file[len(folder) + 1 :].partition(os.sep)[0] in _installed_in(folder) for folder in folders)

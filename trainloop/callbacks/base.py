@@ -259,8 +259,8 @@ class AbstractCallback:
     def on_resume(self) -> None:
         """Called on each rank once a checkpoint has been loaded, by ``resume_from`` or by a restart.
 
-        It is called after :meth:`load_state_dict` and :meth:`load_rank_state_dict`, and before ``on_restart``. Restore
-        here what checkpoints do not contain: the loader of this stage of a curriculum, replaced labels, a rate.
+        It is called after ``load_state_dict`` and ``load_rank_state_dict``, and before ``on_restart``. Restore here
+        what checkpoints do not contain: the loader of this stage of a curriculum, replaced labels, a rate.
         ``train_loop_obj.epoch`` and ``global_step`` are those of the checkpoint. If the run resumes in the middle of an
         epoch, ``on_epoch_begin`` is not called for this epoch. It is not called if the run has ended.
         """

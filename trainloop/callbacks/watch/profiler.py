@@ -6,15 +6,17 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from trainloop.callbacks.arguments import check_counts, check_flags, number_of, path_of
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.files import warning_if_not_written
 from trainloop.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 __all__ = ["Profiler", "ThroughputMonitor"]
 
@@ -242,6 +244,8 @@ class ThroughputMonitor(AbstractCallback):
 
     def on_batch_begin(self) -> None:
         if self.flops and self.flops_per_step is None and self._counter is None:
+            from torch.utils.flop_counter import FlopCounterMode
+
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
