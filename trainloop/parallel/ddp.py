@@ -134,6 +134,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         super()._ddp_init_helper(parameters, sparse, names, static_graph)
         self._tt_reduced = list(zip(parameters, sparse, strict=True))
         self._tt_kinds = _kinds_of(self._tt_reduced)
+        self._tt_frozen = [p for p in own_parameters(self.module) if not p.requires_grad]
         self._tt_hooked = hooked_node(parameters[0])
         for parameter, is_sparse in self._tt_reduced:
             if is_sparse:
@@ -222,6 +223,14 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
                 "the dtype or the device of the model's parameters has changed since TTDistributedDataParallel wrapped "
                 "it (by .float(), .half() or .to(), for example, even if it was changed back), so gradients would not "
                 "be averaged over ranks. Make the change before wrapping or in a copy, or wrap the model again."
+            )
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self._tt_frozen):
+            trained = {id(p) for p in self._tt_frozen if p.requires_grad}
+            names = [name for name, p in self.module.named_parameters() if id(p) in trained]
+            raise ConfigurationError(
+                f"{', '.join(names[:5]) or 'parameters'}: frozen when TTDistributedDataParallel wrapped the model, but "
+                "requires gradients now, which would not be averaged over ranks. Unfreeze it before wrapping, or wrap "
+                "the model again."
             )
         # torch rebuilds each container of a batch, which fails with a defaultdict and other subclasses of dict. The
         # loop's batches are on the GPU already, so that torch needn't see them.

@@ -297,6 +297,20 @@ def test_ddp_refuses_a_module_with_nothing_to_train(group: None) -> None:
         TTDistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
 
 
+def test_ddp_refuses_a_parameter_that_was_frozen_when_it_was_wrapped(group: None) -> None:
+    """Torch's DDP has no hook for it: each rank would train it with its own gradients, without a word."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    net[0].bias.requires_grad_(False)
+    wrapper = TTDistributedDataParallel(net)
+    wrapper(torch.ones(3, 2)).sum().backward()
+    net[0].bias.requires_grad_(True)
+    with pytest.raises(ConfigurationError, match=r"^0\.bias: frozen when .* wrapped the model, but requires gradients"):
+        wrapper(torch.ones(3, 2))
+    with torch.no_grad():
+        wrapper(torch.ones(3, 2))  # an evaluation averages nothing
+    copy.deepcopy(wrapper)(torch.ones(3, 2)).sum().backward()  # a copy has hooks of its own
+
+
 def test_ddp_refuses_to_work_without_a_group() -> None:
     with pytest.raises(
         ConfigurationError, match=r"there is no process group\. Call torch.distributed.init_process_gro"
