@@ -232,11 +232,11 @@ def make_loop(
     )
 
 
-def interrupted(where: Path, steps: int, loop: TrainLoop, **arguments: Any) -> TrainLoop:
+def interrupted(where: Path, steps: int, loop: TrainLoop, *callbacks: Any, **arguments: Any) -> TrainLoop:
     options = {"num_epochs": 3, "grad_accumulation": 2, **arguments}
     keeper = ModelCheckpoint(where, every_n_epochs=None, every_n_steps=1)
     with pytest.raises(InterruptedError):
-        loop.fit(callbacks=[keeper, StopAfter(steps)], **options)
+        loop.fit(callbacks=[*callbacks, keeper, StopAfter(steps)], **options)
     return loop
 
 
@@ -720,6 +720,67 @@ def test_a_resumed_run_may_wrap_modules_in_checkpoint_wrapper_or_not(tmp_path: P
     resumed = loop(not first_wrapped, frozen=False)
     resumed.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
     assert same(resumed.model.state_dict(), whole.model.state_dict())
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+        self.noise = nn.Dropout(0.5)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.noise(output * self.factor), target)
+
+
+class SettleCriterion(AbstractCallback):
+    """Fix a criterion's parameter and its dropout after the first step."""
+
+    def on_batch_end(self) -> None:
+        part = self.train_loop_obj.criterion
+        part = part["main"] if isinstance(part, dict) else part
+        if self.train_loop_obj.global_step == 1:
+            part.factor.requires_grad_(False)
+            part.noise.eval()
+
+
+@pytest.mark.parametrize("in_dict", [False, True])
+def test_flags_of_a_criterion_s_parameters_and_modules_are_in_checkpoints(tmp_path: Path, in_dict: bool) -> None:
+    class OfDict(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+            return super().get_loss(batch_data, criterion["main"] if isinstance(criterion, dict) else criterion, device)
+
+    def loop() -> TrainLoop[Net]:
+        made = make_loop()
+        made.model.__class__ = OfDict
+        part = Temperature()
+        made.criterion = {"main": part} if in_dict else part
+        made.optimizer = torch.optim.Adam([*made.model.parameters(), *part.parameters()], 0.05)
+        return made
+
+    whole = loop()
+    whole.fit(num_epochs=3, grad_accumulation=2, callbacks=[SettleCriterion()])
+    interrupted(tmp_path, 3, loop(), SettleCriterion())
+    resumed = loop()
+    callbacks = [SettleCriterion(), ModelCheckpoint(tmp_path)]
+    resumed.fit(num_epochs=3, grad_accumulation=2, callbacks=callbacks, resume_from="last")
+    assert same(resumed.model.state_dict(), whole.model.state_dict())
+    part = resumed.criterion["main"] if in_dict else resumed.criterion
+    assert not part.factor.requires_grad
+    assert part.training
+    assert not part.noise.training
+
+
+def test_an_optimizer_s_state_follows_a_criterion_of_another_dtype(tmp_path: Path) -> None:
+    def loop(dtype: torch.dtype) -> TrainLoop[Net]:
+        made = make_loop()
+        made.criterion = Temperature().to(dtype)
+        made.optimizer = torch.optim.Adam([*made.model.parameters(), *made.criterion.parameters()], 0.05, foreach=False)
+        return made
+
+    interrupted(tmp_path, 3, loop(torch.float32))
+    resumed = loop(torch.float64)
+    resumed.fit(num_epochs=3, grad_accumulation=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert resumed.optimizer.state[resumed.criterion.factor]["exp_avg"].dtype == torch.float64
 
 
 def two_groups(model: nn.Module, order: int) -> torch.optim.Optimizer:

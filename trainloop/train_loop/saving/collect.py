@@ -6,6 +6,7 @@ import platform
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainloop import distributed
 from trainloop._support import rng
@@ -144,6 +145,7 @@ def _common_state(run: TrainingRun) -> dict[str, Any]:
         "optimizers": [optimizer_state_dict(optimizer) for optimizer in optimizers_of(loop.optimizer)],
         "groups": group_names(loop),
         "flags": training_flags(loop.model),
+        "criterion_flags": training_flags(criterion_module(loop.criterion) or nn.Module()),
         "scaler": run.place.scaler.state_dict(),
         "generators": [
             kept_in_checkpoints(states, plain, name)

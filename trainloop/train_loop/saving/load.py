@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainloop._launch import rank_from_launcher
 from trainloop._support import rng
@@ -198,15 +200,16 @@ def _load_own(loop: LoopState, state: dict[str, Any], mine: dict[str, Any], *, s
 def _load_parts(loop: LoopState, state: dict[str, Any]) -> None:
     """Load the loop's own parts, whether the loop is running or not."""
     load_model(loop.model, state)
-    criterion = criterion_module(loop.criterion)
-    if criterion is not None and state["criterion"] and not about_criterion(loop, state):
-        fill_empty_buffers(criterion, state["criterion"], loop.model.device)
-        criterion.load_state_dict({**criterion_state(loop, of_model=True), **state["criterion"]})
     set_flags(loop.model, state.get("flags", {}))
+    recast = _converted(loop.model, state["model"])
+    criterion = criterion_module(loop.criterion)
+    if criterion is not None and not about_criterion(loop, state):
+        if state["criterion"]:
+            fill_empty_buffers(criterion, state["criterion"], loop.model.device)
+            criterion.load_state_dict({**criterion_state(loop, of_model=True), **state["criterion"]})
+        set_flags(criterion, state.get("criterion_flags", {}))  # older checkpoints lack this entry
+        recast |= _converted(criterion, state["criterion"])
     add_missing_groups(loop, state.get("groups"))
-    before = {name: value.dtype for name, value in state["model"].items() if hasattr(value, "dtype")}
-    # A state of a model whose dtype has changed since follows it.
-    recast = {id(p) for name, p in loop.model.named_parameters() if before.get(plain_name(name), p.dtype) != p.dtype}
     for optimizer, saved in zip(optimizers_of(loop.optimizer), in_own_order(loop, state), strict=True):
         load_optimizer_state_dict(optimizer, saved, lambda p: id(p) in recast)
         # torch's load_state_dict keeps the tensors that it receives, which have the shape of the full parameter.
@@ -216,6 +219,12 @@ def _load_parts(loop: LoopState, state: dict[str, Any]) -> None:
     _load_callbacks(loop, whole_of(state["callbacks"]), "load_state_dict")
     for name in COUNTERS:
         setattr(loop.progress, name, state["place"][name])
+
+
+def _converted(module: nn.Module, saved: Mapping[str, Any]) -> set[int]:
+    """Return the ids of parameters whose dtype has changed since they were saved; an optimizer's state follows them."""
+    before = {name: value.dtype for name, value in saved.items() if hasattr(value, "dtype")}
+    return {id(p) for name, p in module.named_parameters() if before.get(plain_name(name), p.dtype) != p.dtype}
 
 
 def _fit_state(optimizer: torch.optim.Optimizer) -> None:
@@ -282,9 +291,14 @@ def _about_other_values(run: TrainingRun, state: dict[str, Any]) -> str:
         if hasattr(callback, "other_settings"):
             for what, before, now in callback.other_settings(entry["state"]):
                 note(what, before, now, of_script=False)
-    flags = state.get("flags", {}).get("requires_grad", {})
-    now = training_flags(loop.model)["requires_grad"]
-    other = [name for name, flag in now.items() if flags.get(name, flag) != flag]
+    other = []
+    for prefix, module, key in (
+        ("", loop.model, "flags"),
+        ("criterion.", criterion_module(loop.criterion), "criterion_flags"),
+    ):
+        flags = state.get(key, {}).get("requires_grad", {})
+        now = {} if module is None else training_flags(module)["requires_grad"]
+        other += [prefix + name for name, flag in now.items() if flags.get(name, flag) != flag]
     if other:
         found.append(f"requires_grad of {described_names(other)} from the checkpoint (the script has other values)")
     note("seed", place["seed"], loop.seed, of_script=False)

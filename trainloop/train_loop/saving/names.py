@@ -17,25 +17,25 @@ def plain_name(name: str) -> str:
     return name if _WRAPPED not in name else ".".join(part for part in name.split(".") if part != _WRAPPED)
 
 
-def training_flags(model: nn.Module) -> dict[str, dict[str, bool]]:
+def training_flags(module: nn.Module) -> dict[str, dict[str, bool]]:
     """Return each parameter's ``requires_grad`` and each module's ``training``, by name."""
     return {
-        "requires_grad": {plain_name(name): p.requires_grad for name, p in model.named_parameters()},
-        "training": {plain_name(name): module.training for name, module in model.named_modules()},
+        "requires_grad": {plain_name(name): p.requires_grad for name, p in module.named_parameters()},
+        "training": {plain_name(name): part.training for name, part in module.named_modules()},
     }
 
 
-def set_flags(model: nn.Module, flags: Mapping[str, Mapping[str, bool]]) -> None:
+def set_flags(module: nn.Module, flags: Mapping[str, Mapping[str, bool]]) -> None:
     """Set the flags that :func:`training_flags` returned."""
     requires_grad, training = (
         {plain_name(name): flag for name, flag in flags.get(kind, {}).items()} for kind in ("requires_grad", "training")
     )
-    for name, parameter in model.named_parameters():
+    for name, parameter in module.named_parameters():
         if plain_name(name) in requires_grad:
             parameter.requires_grad_(requires_grad[plain_name(name)])
-    for name, module in model.named_modules():
+    for name, part in module.named_modules():
         if plain_name(name) in training:
-            module.training = training[plain_name(name)]
+            part.training = training[plain_name(name)]
 
 
 def _named_parameters(loop: Any) -> list[tuple[nn.Parameter, str]]:
