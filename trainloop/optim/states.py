@@ -50,6 +50,7 @@ def load_optimizer_state_dict(
     states = [one for one in inner.values() if one.state is optimizer.state]
     shared = _shared_groups(optimizer, inner.values())
     before = optimizer.param_groups, optimizer.state
+    settings = [dict(group) for group in optimizer.param_groups]
     states_before = {path: one.state for path, one in inner.items()}
     optimizer.load_state_dict(saved["state"])
     _restore_dtypes(optimizer, saved["state"], recast)
@@ -62,7 +63,9 @@ def load_optimizer_state_dict(
         if path in inner and inner[path].state is states_before[path]:  # else the wrapper has loaded it
             inner[path].load_state_dict(state)
             _restore_dtypes(inner[path], state, recast)
-    # torch's load_state_dict replaces both.
+    # torch's load_state_dict replaces both. What the saved groups lack is the script's, such as OneCycleLR's "max_lr".
+    for group, of_script in zip(optimizer.param_groups, settings, strict=False):
+        group.update({name: value for name, value in of_script.items() if name not in group})
     for one in groups:
         one.param_groups = optimizer.param_groups
     for one in states:

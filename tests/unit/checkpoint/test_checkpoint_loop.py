@@ -501,6 +501,33 @@ def test_a_resume_says_which_arguments_of_a_schedule_are_used(
     )
 
 
+@pytest.mark.filterwarnings("ignore:LRScheduler. the")
+@pytest.mark.parametrize("first", [None, lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5)], ids=["none", "StepLR"])
+def test_a_schedule_that_only_the_resumed_run_has_keeps_its_settings_in_groups(tmp_path: Path, first: Any) -> None:
+    """OneCycleLR computes its rates from what it has written into the optimizer's groups."""
+
+    def fitted(schedule: Any, epochs: int, rate: float, **options: Any) -> list[dict[str, Any]]:
+        loop = small_loop.make_loop(seed=1)
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=rate, momentum=0.5)
+        callbacks = [LRScheduler(schedule)] if schedule else []
+        loop.fit(epochs, callbacks=[*callbacks, ModelCheckpoint(tmp_path)], **options)
+        return [{k: v for k, v in group.items() if k != "params"} for group in loop.optimizer.param_groups]
+
+    def cycle(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.8, total_steps=5)
+
+    fitted(first, 2, 0.3)
+    (resumed,) = fitted(cycle, 4, 0.1, resume_from="last")
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.5)
+    schedule = cycle(optimizer)
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+    alone = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    assert resumed == pytest.approx(alone)
+
+
 @pytest.mark.filterwarnings("ignore:LRScheduler. the schedule ends")
 def test_another_class_of_schedules_begins_at_its_first_step_in_a_resumed_run(tmp_path: Path) -> None:
     kinds = torch.optim.lr_scheduler

@@ -80,6 +80,8 @@ class AbstractScheduler:
                     "the checkpoint's learning rate. To begin with another rate, set group['lr'] in a callback's "
                     "on_resume."
                 )
+            for group, rate in zip(self.scheduler.optimizer.param_groups, _base_rates(self.scheduler), strict=False):
+                group["initial_lr"] = rate  # the checkpoint's is that of the other schedule
             return
         _load_into(self.scheduler, state_dict)
         _restore_counters(self.scheduler)
@@ -605,6 +607,12 @@ def _kind(scheduler: Any) -> str:
     """Return the name of a scheduler's class, with those of the schedulers that it runs in turn or together."""
     parts = ", ".join(_kind(part) for part in getattr(scheduler, "_schedulers", ()))
     return f"{type(scheduler).__name__}({parts})" if parts else type(scheduler).__name__
+
+
+def _base_rates(scheduler: Any) -> Sequence[float]:
+    """Return the rate of each group from which a scheduler, or the first one that it runs, computes."""
+    parts = getattr(scheduler, "_schedulers", None)
+    return getattr(scheduler, "base_lrs", None) or (_base_rates(parts[0]) if parts else ())
 
 
 def _fits(scheduler: Any, state: Mapping[str, Any]) -> bool:
