@@ -334,6 +334,34 @@ def test_samples_that_the_training_collects_are_named_once(tmp_path: Path, kind:
     assert [one.startswith(text) for one in found] == [True]
 
 
+class Games(Dataset[Any]):
+    """A replay buffer of plain values: a state, and the result of its game."""
+
+    def __init__(self) -> None:
+        self.moves: deque[Any] = deque([([0.0] * 8, 0)] * 4, maxlen=6)
+        self.seconds: deque[float] = deque([0.0], maxlen=6)  # of reading
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        self.seconds.append(1.0)
+        state, result = self.moves[index]
+        return torch.tensor(state), result
+
+
+class PlaysGames(AbstractCallback):
+    def on_epoch_begin(self) -> None:
+        self.train_loop_obj.train_loader.dataset.moves.append(([1.0] * 8, 1))
+
+
+def test_a_replay_buffer_of_plain_values_is_named_once_and_a_deque_of_numbers_is_not(tmp_path: Path) -> None:
+    loop = make_loop(validation=False)
+    loop.train_loader = DataLoader(Games(), 2)
+    found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=[saved(tmp_path), PlaysGames("plays")]))
+    assert [one.startswith("the training changes train_loader.dataset.moves. Checkpoints") for one in found] == [True]
+
+
 class Collects(IterableDataset[Any]):
     def __init__(self) -> None:
         self.collected: list[Any] = []
