@@ -269,9 +269,10 @@ class TrainedParameters:
             f"{', '.join(map(str, odd))}. Either gradients were not averaged, or only some ranks changed their "
             "weights. Compute losses in get_loss, and change parameters on every rank in the same way: in a callback, "
             "since get_loss is not called on a rank without samples of an epoch's last step. If the first forward pass "
-            "initializes parameters, call the model once before fit. An optimizer or a hook that draws random numbers "
-            "must draw the same on all ranks: keep a torch.Generator or random.Random with a "
-            "fixed seed in it, and pass it to each draw; or, in a subclass, call super().step() within "
+            "initializes parameters, call the model once before fit. If a launcher started the processes, an optimizer "
+            "that has a state before fit needs the same state in all of them. An optimizer or a hook that draws random "
+            "numbers must draw the same on all ranks: keep a torch.Generator or random.Random with a fixed seed in it, "
+            "and pass it to each draw; or, in a subclass, call super().step() within "
             "torch.random.fork_rng(), after torch.manual_seed(number of the step)."
         )
 
