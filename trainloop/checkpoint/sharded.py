@@ -188,10 +188,10 @@ def load_model(model: nn.Module, state: dict[str, Any]) -> None:
         model.load_state_dict(with_items(saved, {**left_out, **loaded}))
     except RuntimeError as error:  # for shapes of buffers, which a module may change while it loads
         raise CheckpointError(
-            f"the checkpoint does not fit the model. {error}\nPass a model like that of the checkpoint's run. Register a "
-            "buffer that takes its shape in training as None: it then takes that of the checkpoint. To load only a "
-            "part of the weights, read them with trainloop.checkpoint.load(path)['model'], remove those that do not fit, "
-            "and call model.load_state_dict(weights, strict=False)."
+            f"the checkpoint does not fit the model. {error}\nPass a model like that of the checkpoint's run. Register "
+            "a buffer that takes its shape in training as None: it then takes that of the checkpoint. To load only a "
+            "part of the weights, read them with trainloop.checkpoint.load(path)['model'], remove those that do not "
+            "fit, and call model.load_state_dict(weights, strict=False)."
         ) from error
     _keep_objects(model, parameters)
 
