@@ -288,9 +288,9 @@ def _of_data(part: Any, name: str, value: Any) -> tuple[Any, str | None] | None:
     if is_cache and _are_labels(value, part):
         return np.array(value), "data"
     of_stream = isinstance(value, list) and isinstance(part, IterableDataset)  # inherits __getitem__
-    samples = isinstance(value, (list, deque)) and any(map(_is_sample, islice(value, 10)))
-    # Of plain values too, such as moves and results of games; a deque is hardly a cache of samples.
-    samples = samples or (isinstance(value, deque) and any(isinstance(one, (tuple, list, dict)) for one in value))
+    # Of plain values too in a deque, such as moves and results of games; a deque is hardly a cache of samples.
+    plain = (tuple, list, dict) if isinstance(value, deque) else ()
+    samples = isinstance(value, (list, deque)) and any(isinstance(x, plain) or _is_sample(x) for x in islice(value, 10))
     if (samples and not is_cache) or (of_stream and (samples or not value)):
         # Samples that the training collects, such as a replay buffer.
         return [len(value), *islice(value, 2), *islice(reversed(value), 2)], "pool"

@@ -6,7 +6,6 @@ import platform
 from typing import Any
 
 import torch
-from torch import nn
 
 from trainloop import distributed
 from trainloop._support import rng
@@ -17,12 +16,12 @@ from trainloop.checkpoint.sharded_writing import about_unlike_shards, take_shard
 from trainloop.data.order.orders import Generator, generator_states, generators_in, kept_in_checkpoints
 from trainloop.errors import CheckpointError
 from trainloop.optim.optimizers import all_optimizers, optimizers_of, parameters_of
-from trainloop.optim.parameters import criterion_module
+from trainloop.optim.parameters import criterion_module, trained_modules
 from trainloop.optim.states import gather_divided_states, optimizer_state_dict
 from trainloop.parallel.sharded.shards import gathered, is_sharded, map_tensors
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun
-from trainloop.train_loop.saving.names import group_names, training_flags
+from trainloop.train_loop.saving.names import FLAGS, group_names, training_flags
 
 COUNTERS = ("epoch", "global_step", "total_iteration_idx")
 """Attributes of a loop's progress that checkpoints contain, under the same names."""
@@ -144,8 +143,7 @@ def _common_state(run: TrainingRun) -> dict[str, Any]:
         "criterion": criterion_state(loop, of_model=False),
         "optimizers": [optimizer_state_dict(optimizer) for optimizer in optimizers_of(loop.optimizer)],
         "groups": group_names(loop),
-        "flags": training_flags(loop.model),
-        "criterion_flags": training_flags(criterion_module(loop.criterion) or nn.Module()),
+        **dict(zip(FLAGS, map(training_flags, trained_modules(loop.model, loop.criterion)))),
         "scaler": run.place.scaler.state_dict(),
         "generators": [
             kept_in_checkpoints(states, plain, name)

@@ -22,7 +22,7 @@ from trainloop.data.order.orders import set_generator_states, set_states
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
 from trainloop.optim.optimizers import all_optimizers, inner_optimizers, optimizers_of, parameters_of
-from trainloop.optim.parameters import criterion_module
+from trainloop.optim.parameters import criterion_module, trained_modules
 from trainloop.optim.states import load_optimizer_state_dict, saved_groups
 from trainloop.train_loop.progress.ending import end_that_holds
 from trainloop.train_loop.progress.loop_state import LoopState
@@ -37,7 +37,7 @@ from trainloop.train_loop.saving.compatibility import (
     in_own_order,
 )
 from trainloop.train_loop.saving.cut_epochs import continued, load_metrics
-from trainloop.train_loop.saving.names import add_missing_groups, plain_name, set_flags, training_flags
+from trainloop.train_loop.saving.names import FLAGS, add_missing_groups, plain_name, set_flags, training_flags
 from trainloop.train_loop.saving.resume_point import among_ranks
 
 _OWN_STATE = ("load_state_dict", "load_rank_state_dict")
@@ -292,12 +292,9 @@ def _about_other_values(run: TrainingRun, state: dict[str, Any]) -> str:
             for what, before, now in callback.other_settings(entry["state"]):
                 note(what, before, now, of_script=False)
     other = []
-    for prefix, module, key in (
-        ("", loop.model, "flags"),
-        ("criterion.", criterion_module(loop.criterion), "criterion_flags"),
-    ):
+    for prefix, key, module in zip(("", "criterion."), FLAGS, trained_modules(loop.model, loop.criterion)):
         flags = state.get(key, {}).get("requires_grad", {})
-        now = {} if module is None else training_flags(module)["requires_grad"]
+        now = training_flags(module)["requires_grad"]
         other += [prefix + name for name, flag in now.items() if flags.get(name, flag) != flag]
     if other:
         found.append(f"requires_grad of {described_names(other)} from the checkpoint (the script has other values)")

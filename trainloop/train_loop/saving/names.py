@@ -10,6 +10,8 @@ from torch import nn
 from trainloop.optim.optimizers import optimizers_of
 
 _WRAPPED = "_checkpoint_wrapped_module"
+FLAGS = ("flags", "criterion_flags")
+"""Keys in checkpoints of the :func:`training_flags` of the modules that a loop trains: the model, the criterion."""
 
 
 def plain_name(name: str) -> str:
