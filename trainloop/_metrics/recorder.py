@@ -23,7 +23,7 @@ from trainloop._metrics.reducing import (
     exact_sum,
     reduced,
 )
-from trainloop._metrics.slots import Slots
+from trainloop._metrics.slots import Slots, number_in
 from trainloop.errors import ConfigurationError
 
 
@@ -182,7 +182,6 @@ class Recorder:
         self._parts: dict[str, _Series] = {}
         self._finished: dict[str, list[Any]] = {}  # all ranks' entries of the last finished epoch
         self._slots: dict[torch.device, Slots] = {}
-        self._cpu = self._slots_on(torch.device("cpu"))
         self._registering = threading.Lock()
         self._part("")  # the first metric, so that tables show it first
 
@@ -201,7 +200,7 @@ class Recorder:
             series = self._register(name, value, LogCall(*asked))
         if isinstance(value, Tensor):
             try:
-                value = (self._cpu if value.is_cpu else self._slots_on(value.device)).keep(value)
+                kept = self._kept(value)
             except RuntimeError as error:
                 if value.numel() == 1:
                     raise
@@ -209,10 +208,10 @@ class Recorder:
                     f"log({name!r}, ...): the value has shape {tuple(value.shape)}, but must be a scalar. "
                     "Reduce it first, for example with .mean()."
                 ) from error
-        elif type(value) is not float:
-            value = _number(name, value)
+        else:
+            kept = value if type(value) is float else _number(name, value)
         weight = self.batch_size if batch_size is None else self._weight(name, batch_size)
-        series.pending.append((self.step, value, weight))
+        series.pending.append((self.step, kept, weight))
 
     def add_loss(
         self, loss: Tensor | Mapping[str, Tensor], weight: Tensor | float | Mapping[str, Tensor | float]
@@ -234,7 +233,8 @@ class Recorder:
             whole = whole.reshape(())
         if type(weight) is not int and isinstance(weight, Tensor):
             weight = self._kept(weight)
-        kept = self._cpu.keep(whole) if whole.is_cpu else self._kept(whole)
+        # The usual case first.
+        kept = float(whole.item()) if type(whole) is Tensor and whole.is_cpu else self._kept(whole)
         self._parts[""].pending.append((self.step, kept, weight))
         return whole
 
@@ -246,7 +246,7 @@ class Recorder:
     def _weight(self, name: str, weight: Any) -> Tensor | float:
         if type(weight) is int and weight >= 0:
             return weight
-        if isinstance(weight, Tensor) and weight.numel() == 1:
+        if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
             return self._kept(weight)
         try:
             if weight >= 0:
@@ -255,8 +255,9 @@ class Recorder:
             pass
         raise ConfigurationError(f"log({name!r}, batch_size={weight!r}): must be a number of samples, 0 or more.")
 
-    def _kept(self, value: Tensor) -> Tensor:
-        return (self._cpu if value.is_cpu else self._slots_on(value.device)).keep(value)
+    def _kept(self, value: Tensor) -> Tensor | float:
+        """Return the number in a tensor, or its slot on a device, which would have to be waited for."""
+        return number_in(value) if value.is_cpu else self._slots_on(value.device).keep(value)
 
     def _slots_on(self, device: torch.device) -> Slots:
         return self._slots.get(device) or self._slots.setdefault(device, Slots(device))
@@ -365,7 +366,7 @@ class Recorder:
         return {s.name: s.pending[-1][1] if s.pending else s.latest for s in shown}
 
     def compact(self) -> None:
-        """Read all slots, in one transfer per device. It waits for the device, but not for other ranks."""
+        """Read all slots, in one transfer per device. It waits for devices, but not for other ranks."""
         numbers: dict[int, float] = {}
         for slots in self._slots.values():
             # One transfer per device, for all metrics and steps: each transfer waits for the device.

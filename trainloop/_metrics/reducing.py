@@ -55,6 +55,8 @@ def exact_sum(values: Iterable[float]) -> list[float]:
     [1.0000000000000004e+16, -1.0]
     """
     values = list(values)
+    if len(values) == 1:
+        return [float(values[0])] if values[0] else []
     try:
         rest = math.fsum(values)
         parts: list[float] = []

@@ -1,4 +1,4 @@
-"""Slots for logged values on their device, until they are read."""
+"""Slots for logged values on their device, until they are read; numbers of the CPU are read at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_FIRST = 16
+_FIRST = 4
+
+
+def number_in(value: Tensor) -> float:
+    """Return the number in a tensor with one element. It waits if the tensor is on a device."""
+    if type(value) is not Tensor and hasattr(value, "full_tensor"):  # a DTensor has it
+        value = value.full_tensor()
+    return float(value.item())
 
 
 class Slots:

@@ -76,9 +76,7 @@ class States(NamedTuple):
     def restore(self) -> None:
         """Restore the states in the process that has read them."""
         random.setstate(self.python)
-        # To write numpy's state takes three times as long as to read it, and most blocks draw nothing from it.
-        if not _same(np.random.get_state(legacy=False), self.numpy):
-            np.random.set_state(self.numpy)
+        np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
         for device, state in enumerate(self.cuda or ()):
             torch.cuda.set_rng_state(state, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +14,7 @@ from kit.class_losses import CASES, CLASS_WEIGHTS, Classifier, samples, trained
 from torch import nn, optim
 from torch.nn import functional
 from torch.torch_version import TorchVersion
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from trainloop import AbstractCallback, MultiLoss, TrainLoop, TTModel
 from trainloop._support import reduction
@@ -45,6 +46,39 @@ def test_the_loss_of_an_evaluation_does_not_depend_on_its_batches(case: str) -> 
     with torch.no_grad():
         expected = model.get_loss(data[:], criterion, torch.device("cpu"))
     assert whole == pytest.approx(expected.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["single", "dp"])
+@pytest.mark.parametrize("loader", ["one batch", "a list of one batch", "a sampler with a wrong length"])
+@pytest.mark.parametrize("case", ["weights, ignored", "smoothed function", "MultiLoss, own weights, sums"])
+def test_the_loss_of_one_batch_is_that_of_an_evaluation(case: str, loader: str, mode: str) -> None:
+    kind, criterion, data = CASES[case]
+    model = Classifier(kind).double()
+    devices = 3 if mode == "dp" else 1
+    loop: TrainLoop[Any] = TrainLoop(
+        model, None, criterion=criterion, gpu_mode=mode, devices=devices, accelerator="cpu", progress_bar=False
+    )
+    batches: dict[str, Any] = {
+        "one batch": DataLoader(data, 100),
+        "a list of one batch": [data[:]],
+        "a sampler with a wrong length": DataLoader(data, 5, sampler=FewerThanItSays(len(data))),
+    }
+    with torch.no_grad():
+        expected = model.get_loss(data[:], criterion, torch.device("cpu"))
+    assert loop.evaluate_model_loss(batches[loader]) == pytest.approx(expected.item(), rel=1e-12)
+
+
+class FewerThanItSays(Sampler[int]):
+    """Yields all indices, but has a length of one."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.number))
+
+    def __len__(self) -> int:
+        return 1
 
 
 def test_one_process_is_bit_identical_to_a_hand_written_loop() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from trainloop._support.rng import derive_seed
 from trainloop.data.batch.batches import on_device
@@ -105,6 +106,17 @@ class EvalFeed:
             self._contents = contents_of(self._users_loader)
         samples, batches, size = (-1 if n is None else n for n in counts)
         return loaders.Shared(derive_seed(source.rule), seed, samples, batches, size, self._contents)
+
+    @property
+    def is_one_batch(self) -> bool:
+        """True if a pass certainly has one batch, which one rank reads; False if that is not known before reading."""
+        loader = self._users_loader
+        if type(loader) in (list, tuple):
+            return len(loader) == 1
+        batches = loader.batch_sampler if type(loader) is DataLoader else None
+        if type(batches) is not BatchSampler or type(batches.sampler) not in (SequentialSampler, RandomSampler):
+            return False
+        return len(batches) == 1
 
     def close(self) -> None:
         """End persistent workers of this rank's copy of the loader; the feed can't be read afterwards."""

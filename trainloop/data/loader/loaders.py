@@ -133,7 +133,8 @@ def plain_batches(loader: Any) -> BatchSampler | None:
 
 def epoch_holders(loader: Any) -> Iterator[Any]:
     """Yield the parts of a loader that have ``set_epoch``, each once: samplers, and datasets that shuffle."""
-    parts = {**parts_of_loader(loader), **datasets_of(loader)}
+    parts = parts_of_loader(loader)
+    parts |= datasets_of(loader, parts)
     told = {name: part for name, part in parts.items() if callable(getattr(part, "set_epoch", None))}
     # Other parts within one that has set_epoch learn from it what they should know.
     usual = ("sampler.sampler", "batch_sampler.sampler", "dataset.dataset")

@@ -128,7 +128,7 @@ def parts_of_loader(loader: Any) -> dict[str, Any]:
 
 
 def _add_loader(parts: dict[str, Any], name: str, loader: Any) -> None:
-    if any(loader is other for other in parts.values()):
+    if _is_among(loader, parts):
         return
     parts[name] = loader
     for kind in ("sampler", "batch_sampler"):
@@ -139,16 +139,22 @@ def _add_loader(parts: dict[str, Any], name: str, loader: Any) -> None:
                 _add_loader(parts, f"{name}.{key}", one)
 
 
-def datasets_of(loader: Any) -> dict[str, Any]:
-    """Return a loader's dataset, and the datasets that it has as ``dataset`` or ``datasets``, by attribute."""
+def _is_among(one: Any, parts: Mapping[str, Any]) -> bool:
+    return id(one) in map(id, parts.values())
+
+
+def datasets_of(loader: Any, parts_of_it: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a loader's dataset, and the datasets that it has as ``dataset`` or ``datasets``, by attribute.
+
+    ``parts_of_it``: the result of :func:`parts_of_loader`, if it is known.
+    """
     parts: dict[str, Any] = {}
-    loaders = [
-        (name, one) for name, one in parts_of_loader(loader).items() if one is loader or isinstance(one, DataLoader)
-    ]
+    within = parts_of_loader(loader) if parts_of_it is None else parts_of_it
+    loaders = [(name, one) for name, one in within.items() if one is loader or isinstance(one, DataLoader)]
     left = [(f"{name}.dataset".removeprefix("loader."), getattr(one, "dataset", None)) for name, one in loaders]
     while left:
         name, dataset = left.pop()
-        if dataset is None or any(dataset is other for other in parts.values()):
+        if dataset is None or _is_among(dataset, parts):
             continue
         parts[name] = dataset
         several = getattr(dataset, "datasets", None)
@@ -161,7 +167,7 @@ def datasets_of(loader: Any) -> dict[str, Any]:
 
 def _add_samplers(parts: dict[str, Any], name: str, sampler: Any) -> None:
     """Add a sampler, and those that it has: as ``sampler``, or as other attributes of a class of the user."""
-    if sampler is None or any(sampler is other for other in parts.values()):
+    if sampler is None or _is_among(sampler, parts):
         return
     parts[name] = sampler
     inner = {"sampler": getattr(sampler, "sampler", None)}
@@ -300,9 +306,13 @@ def generators_of(loader: Any) -> dict[str, Generator]:
     torch; or, if a sampler has the methods ``state_dict`` and ``load_state_dict``, its state. A loader with these
     methods includes its samplers' states in its own.
     """
-    found: dict[str, Generator] = {}
     loader = loader.loader if isinstance(loader, SplitBatches) else loader
-    for name, holder in parts_of_loader(loader).items():
+    return _generators_of(loader, parts_of_loader(loader))
+
+
+def _generators_of(loader: Any, parts: Mapping[str, Any]) -> dict[str, Generator]:
+    found: dict[str, Generator] = {}
+    for name, holder in parts.items():
         attributes = {name: getattr(holder, "generator", None)}
         if not type(holder).__module__.startswith("torch."):
             if not has_state(holder):
@@ -325,11 +335,13 @@ def generators_in(**holders: Any) -> dict[str, Generator]:
     """Return the generators of Python, numpy and torch that are attributes of modules, or of other objects, by path."""
     found: dict[str, Generator] = {}
     for name, holder in holders.items():
-        parts = dict(holder.named_modules()) if isinstance(holder, nn.Module) else {"": holder}
-        for path, part in parts.items():
-            attributes = getattr(part, "__dict__", {}).items()
-            own = {f"{name}.{path}:{key}": value for key, value in attributes if type(value) not in _BUILT_IN}
-            _add_generators(found, own)
+        for path, part in holder.named_modules() if isinstance(holder, nn.Module) else (("", holder),):
+            attributes = getattr(part, "__dict__", {})
+            if not _BUILT_IN.issuperset(map(type, attributes.values())):
+                own = {
+                    f"{name}.{path}:{key}": value for key, value in attributes.items() if type(value) not in _BUILT_IN
+                }
+                _add_generators(found, own)
     return found
 
 
@@ -364,8 +376,10 @@ def generators_restored(loader: Any, **holders: Any) -> Iterator[None]:
 
     A sampler that has a state of its own is not changed: it may be within a pass.
     """
-    own = {name: one for name, one in generators_of(loader).items() if not isinstance(one, _OfState)}
-    own |= generators_in(**datasets_of(loader), **holders)
+    loader = loader.loader if isinstance(loader, SplitBatches) else loader
+    parts = parts_of_loader(loader)
+    own = {name: one for name, one in _generators_of(loader, parts).items() if not isinstance(one, _OfState)}
+    own |= generators_in(**datasets_of(loader, parts), **holders)
     before = {name: one.get_state() for name, one in own.items()}
     try:
         yield

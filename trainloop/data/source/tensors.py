@@ -81,12 +81,20 @@ class TensorRows:
 
     def take_list(self, indices: list[Any]) -> list[Tensor]:
         """Return the batch for a list of indices, as yielded by a sampler."""
+        if self._rows is None and self._are_consecutive(indices):  # the usual case of an evaluation
+            return self.slice(indices[0], indices[-1] + 1)
         index = torch.as_tensor(indices, device="cpu")
         if self._rows is not None:
             index = self._rows[index]
         # Not index_select: negative indices count from the end, like in the dataset.
         batch = [tensor[index] for tensor in self._tensors]
         return [tensor.pin_memory() for tensor in batch] if self._pinned else batch
+
+    def _are_consecutive(self, indices: list[Any]) -> bool:
+        if not indices or type(indices[0]) is not int or indices[0] < 0:
+            return False
+        consecutive = range(indices[0], indices[0] + len(indices))
+        return consecutive.stop <= min(tensor.shape[0] for tensor in self._tensors) and indices == [*consecutive]
 
     def _pinned_rows(self, index: Tensor) -> list[Tensor]:
         batch = []

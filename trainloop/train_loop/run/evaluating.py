@@ -57,6 +57,8 @@ def mean_loss(
     name: str,
     sums: SumRule | None = None,
     own_losses: bool = False,
+    *,
+    weighs: bool = True,
 ) -> EpochEnd:
     """Return the mean loss over a loader's samples (over units if the loss has a weight), and the logged values.
 
@@ -76,6 +78,8 @@ def mean_loss(
         Rule that decides which losses are sums over samples.
     own_losses : bool, optional
         True if the loop has no criterion. Then each batch may call another function, as with several tasks.
+    weighs : bool, optional
+        False if there is only one batch, so that the weight of its loss need not be known.
 
     Raises
     ------
@@ -87,7 +91,7 @@ def mean_loss(
     for number, (_, batch, size) in enumerate(batches, start=1):
         recorder.batch_size = size
         # Only a graph shows if get_loss divides the criterion's sum; the first batch's graph decides for all batches.
-        looks = number == 1 or own_losses or calls_functions
+        looks = weighs and (number == 1 or own_losses or calls_functions)
         functions = functional_losses(calls_functions) if looks else _NOTHING
         with torch.set_grad_enabled(number == 1 and not getattr(sums, "certain", True)), functions:
             read = get_loss(batch, decides)
