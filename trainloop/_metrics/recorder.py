@@ -225,14 +225,15 @@ class Recorder:
                 of_part = weight[part] if isinstance(weight, Mapping) else weight
                 self._add(self._parts.get(part) or self._part(part), value, of_part)
             loss = cast("Tensor", loss.total())  # type: ignore[attr-defined]  # MultiLoss is in a higher layer
-        if isinstance(weight, Mapping):
-            weight, whole_of_parts = self.batch_size, self._parts[""]
-            whole_of_parts.options = whole_of_parts.options._replace(on_epoch=False)
+        if not isinstance(weight, (int, float)):  # asked first: to ask for a Mapping takes ten times as long
+            if isinstance(weight, Mapping):
+                weight, whole_of_parts = self.batch_size, self._parts[""]
+                whole_of_parts.options = whole_of_parts.options._replace(on_epoch=False)
+            else:
+                weight = self._kept(weight)
         whole = loss.detach()
         if whole.ndim:
             whole = whole.reshape(())
-        if type(weight) is not int and isinstance(weight, Tensor):
-            weight = self._kept(weight)
         # The usual case first.
         kept = float(whole.item()) if type(whole) is Tensor and whole.is_cpu else self._kept(whole)
         self._parts[""].pending.append((self.step, kept, weight))
