@@ -67,7 +67,8 @@ def callbacks(folder: Path, steps: int = 7) -> list[AbstractCallback]:
     ]
 
 
-def test_nothing_is_read_in_a_step(tmp_path: Path) -> None:
+def test_nothing_is_read_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda self: False))  # what is on the CPU is read at once
     watch = Watch()
     begin, end = Begin(watch.__enter__), End(lambda: watch.__exit__(None, None, None))
     make_loop().fit(num_epochs=1, callbacks=[begin, *callbacks(tmp_path), end])

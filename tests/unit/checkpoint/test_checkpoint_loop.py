@@ -552,6 +552,30 @@ def test_another_class_of_schedules_begins_at_its_first_step_in_a_resumed_run(tm
         rates(warmed(lambda o: kinds.LambdaLR(o, lambda epoch: 1.0)), 7)
 
 
+@pytest.mark.filterwarnings("ignore:LRScheduler")
+def test_another_class_of_schedules_has_its_own_settings_in_a_resumed_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = torch.optim.lr_scheduler
+
+    def settings(schedule: Any, epochs: int, folder: str) -> dict[str, Any]:
+        loop = small_loop.make_loop(seed=1)
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1, momentum=0.5)
+        callbacks = [LRScheduler(schedule), ModelCheckpoint(tmp_path / folder)]
+        loop.fit(epochs, callbacks=callbacks, resume_from="last")
+        (group,) = loop.optimizer.param_groups
+        return {key: value for key, value in group.items() if key != "params"}
+
+    def one_cycle(optimizer: Any) -> Any:
+        return kinds.OneCycleLR(optimizer, 0.8, total_steps=9)
+
+    settings(lambda o: kinds.CyclicLR(o, 0.01, 0.2, base_momentum=0.3, max_momentum=0.6), 2, "a")
+    capsys.readouterr()
+    resumed = settings(one_cycle, 4, "a")
+    assert "momentum" not in capsys.readouterr().out  # none of the checkpoint's is used
+    assert resumed == settings(one_cycle, 2, "b")
+
+
 def test_the_monitors_patience_goes_on(tmp_path: Path) -> None:
     def callbacks() -> list[Any]:
         return [EarlyStopping("loss", patience=4, min_delta=100.0), ModelCheckpoint(tmp_path, monitor="loss")]

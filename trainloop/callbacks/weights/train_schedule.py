@@ -47,6 +47,8 @@ _LENGTHS = {
     "ConstantLR": ("total_iters", False),
     "MultiStepLR": ("milestones", False),
 }
+OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+"""Settings that schedulers of torch keep in the optimizer's groups."""
 _RATE_LEFT = 1e-3  # below this part of its initial value, a learning rate hardly trains
 
 
@@ -72,7 +74,7 @@ class AbstractScheduler:
         """Load a state that :meth:`state_dict` returned. Learning rates are part of the optimizer's state."""
         if self.scheduler is None or not state_dict:
             return
-        if not _fits(self.scheduler, state_dict):  # torch would mix the attributes of both, or raise a KeyError
+        if not AbstractScheduler.fits(self, state_dict):  # torch would mix the attributes of both, or raise a KeyError
             if is_global_zero():
                 warn(
                     f"{type(self).__name__}: the checkpoint has the state of a {state_dict[_KIND]}, but this fit has a "
@@ -80,11 +82,13 @@ class AbstractScheduler:
                     "the checkpoint's learning rate. To begin with another rate, set group['lr'] in a callback's "
                     "on_resume."
                 )
-            for group, rate in zip(self.scheduler.optimizer.param_groups, _base_rates(self.scheduler), strict=False):
-                group["initial_lr"] = rate  # the checkpoint's is that of the other schedule
             return
         _load_into(self.scheduler, state_dict)
         _restore_counters(self.scheduler)
+
+    def fits(self, state_dict: Mapping[str, Any]) -> bool:
+        """Return True if a state is that of a scheduler of the same class."""
+        return self.scheduler is None or not state_dict or _fits(self.scheduler, state_dict)
 
     def other_settings(self, state_dict: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """Return the arguments of the scheduler that differ in a state: ``(name, value in the state, own value)``."""
@@ -476,12 +480,15 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             "judged_step": self._judged_step,
         }
 
+    def fits(self, state_dict: Mapping[str, Any]) -> bool:
+        return AbstractScheduler.fits(self, state_dict["scheduler"])
+
     def other_settings(self, state_dict: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         return AbstractScheduler.other_settings(self, state_dict["scheduler"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         AbstractScheduler.load_state_dict(self, state_dict["scheduler"])
-        if not _fits(self.scheduler, state_dict["scheduler"]):
+        if not self.fits(state_dict):
             return
         self._count = state_dict["count"]
         # Older checkpoints lack these entries.
@@ -607,12 +614,6 @@ def _kind(scheduler: Any) -> str:
     """Return the name of a scheduler's class, with those of the schedulers that it runs in turn or together."""
     parts = ", ".join(_kind(part) for part in getattr(scheduler, "_schedulers", ()))
     return f"{type(scheduler).__name__}({parts})" if parts else type(scheduler).__name__
-
-
-def _base_rates(scheduler: Any) -> Sequence[float]:
-    """Return the rate of each group from which a scheduler, or the first one that it runs, computes."""
-    parts = getattr(scheduler, "_schedulers", None)
-    return getattr(scheduler, "base_lrs", None) or (_base_rates(parts[0]) if parts else ())
 
 
 def _fits(scheduler: Any, state: Mapping[str, Any]) -> bool:

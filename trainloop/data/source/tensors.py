@@ -91,7 +91,7 @@ class TensorRows:
         return [tensor.pin_memory() for tensor in batch] if self._pinned else batch
 
     def _are_consecutive(self, indices: list[Any]) -> bool:
-        if not indices or type(indices[0]) is not int or indices[0] < 0:
+        if {*map(type, indices)} != {int} or indices[0] < 0:  # a sampler may yield tensors
             return False
         consecutive = range(indices[0], indices[0] + len(indices))
         return consecutive.stop <= min(tensor.shape[0] for tensor in self._tensors) and indices == [*consecutive]

@@ -17,6 +17,7 @@ from trainloop._support.carried import load_carried_state
 from trainloop._support.scratch import remove_dead
 from trainloop._support.user_line import described_names, warn, warn_or_print
 from trainloop.callbacks.base import matched_entries, overrides_of_user
+from trainloop.callbacks.weights.train_schedule import OF_SCHEDULES, AbstractScheduler
 from trainloop.checkpoint.sharded import StoredTensor, fill_empty_buffers, fitted, load_model, whole_of
 from trainloop.data.order.orders import set_generator_states, set_states
 from trainloop.devices import has_ranks
@@ -210,15 +211,35 @@ def _load_parts(loop: LoopState, state: dict[str, Any]) -> None:
         set_flags(criterion, state.get("criterion_flags", {}))  # older checkpoints lack this entry
         recast |= _converted(criterion, state["criterion"])
     add_missing_groups(loop, state.get("groups"))
+    of_schedules = _settings_of_other_schedules(loop, state)
     for optimizer, saved in zip(optimizers_of(loop.optimizer), in_own_order(loop, state), strict=True):
         load_optimizer_state_dict(optimizer, saved, lambda p: id(p) in recast)
         # torch's load_state_dict keeps the tensors that it receives, which have the shape of the full parameter.
         for one in (optimizer, *inner_optimizers(optimizer).values()):
             _fit_state(one)
+    for optimizer, groups in of_schedules:
+        for group, own in zip(optimizer.param_groups, groups, strict=False):
+            group.update(own)
     loop.history.load_state_dict(state["history"])
     _load_callbacks(loop, whole_of(state["callbacks"]), "load_state_dict")
     for name in COUNTERS:
         setattr(loop.progress, name, state["place"][name])
+
+
+def _settings_of_other_schedules(
+    loop: LoopState, state: dict[str, Any]
+) -> list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]]:
+    """Return what schedules keep in the groups of their optimizers, if the checkpoint has schedules of other classes.
+
+    These schedules begin again, with their own settings.
+    """
+    pairs = matched_entries(loop.callbacks, whole_of(state["callbacks"]))[0]
+    others = [one for one, entry in pairs if isinstance(one, AbstractScheduler) and not one.fits(entry["state"])]
+    optimizers = [one.scheduler.optimizer for one in others if hasattr(one.scheduler, "optimizer")]
+    return [
+        (one, [{key: group[key] for key in OF_SCHEDULES if key in group} for group in one.param_groups])
+        for one in optimizers
+    ]
 
 
 def _converted(module: nn.Module, saved: Mapping[str, Any]) -> set[int]:
@@ -281,10 +302,12 @@ def _about_other_values(run: TrainingRun, state: dict[str, Any]) -> str:
             used_of, other_of = ("script", "checkpoint") if of_script else ("checkpoint", "script")
             found.append(f"{what}={used} from the {used_of} (the {other_of} has {other})")
 
+    of_schedules = OF_SCHEDULES if _settings_of_other_schedules(loop, state) else ("initial_lr",)
     for optimizer, saved in zip(optimizers_of(loop.optimizer), state["optimizers"], strict=True):
         for own, theirs in zip(optimizer.param_groups, saved_groups(saved), strict=False):
             cycled = ("momentum", "betas") if "base_momentum" in theirs else ()  # by OneCycleLR or CyclicLR
-            for name in (name for name in own if name in theirs and name not in ("params", "initial_lr", *cycled)):
+            left_out = {"params", *of_schedules, *cycled}
+            for name in (name for name in own if name in theirs and name not in left_out):
                 now, before = (_plain_setting(group, name) for group in (own, theirs))
                 note(f"{type(optimizer).__name__}'s {name}", before, now, of_script=False)
     for callback, entry in matched_entries(loop.callbacks, state["callbacks"])[0]:
