@@ -200,7 +200,7 @@ class Recorder:
             series = self._register(name, value, LogCall(*asked))
         if isinstance(value, Tensor):
             try:
-                kept = self._kept(value)
+                kept = float(value.item()) if type(value) is Tensor and value.is_cpu else self._kept(value)
             except RuntimeError as error:
                 if value.numel() == 1:
                     raise
