@@ -229,7 +229,7 @@ class Recorder:
             if isinstance(weight, Mapping):
                 weight, whole_of_parts = self.batch_size, self._parts[""]
                 whole_of_parts.options = whole_of_parts.options._replace(on_epoch=False)
-            else:
+            elif isinstance(weight, Tensor):  # otherwise a number of numpy
                 weight = self._kept(weight)
         whole = loss.detach()
         if whole.ndim:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit import reference
@@ -108,6 +109,38 @@ def test_gradients_are_not_multiplied_by_one(ignored: int, multiplications: int)
     with InPlace() as found:
         loop.fit(num_epochs=1, grad_accumulation=3)
     assert found.count == multiplications * len(list(model.parameters()))
+
+
+class Weighted(Net):
+    weight: Any = 5.0
+    parts = False
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        loss = super().get_loss(batch_data, criterion, device)
+        weight = self.weight if len(batch_data[1]) == 16 else 2 * self.weight
+        return MultiLoss({"a": (loss, weight), "b": loss}) if self.parts else (loss, weight)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("weight", [5, np.int64(5), np.float32(5), torch.tensor(5), torch.tensor([5.0])])
+def test_a_weight_may_be_any_number(weight: Any, parts: bool) -> None:
+    def losses(weight: Any) -> Any:
+        torch.manual_seed(0)
+        model = Weighted()
+        model.weight, model.parts = weight, parts
+        loop = TrainLoop(
+            model,
+            loader := DataLoader(make_data(), 16),
+            loader,
+            optimizer=optim.SGD(model.parameters(), 0.1),
+            criterion=nn.CrossEntropyLoss(),
+            accelerator="cpu",
+            progress_bar=False,
+        )
+        loop.fit(num_epochs=2, grad_accumulation=2)
+        return [*loop.history["loss"], *loop.history["val_loss"]]
+
+    assert losses(weight) == pytest.approx(losses(5.0), rel=1e-6)
 
 
 class WeighsNothing(Net):
