@@ -138,7 +138,7 @@ class TrainFeed:
         self._epoch = epoch
         if not told:
             loaders.tell_epoch(self._users_loader, epoch)
-        if loaders.tells_dataset(self._users_loader) and persistent_workers(self.loader) is not None:
+        if persistent_workers(self.loader) is not None and loaders.tells_dataset(self._users_loader):
             # Running workers have copies of the dataset that would stay at the epoch in which they started.
             end_workers(self.loader)
             self._position.replace_workers()
