@@ -311,6 +311,39 @@ def test_ddp_refuses_a_parameter_that_was_frozen_when_it_was_wrapped(group: None
     copy.deepcopy(wrapper)(torch.ones(3, 2)).sum().backward()  # a copy has hooks of its own
 
 
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: setattr(net[1], "weight", nn.Parameter(torch.ones(1, 2))),
+        lambda net: net.append(nn.Linear(1, 1)),
+        lambda net: net.register_parameter("scale", nn.Parameter(torch.ones(1))),
+    ],
+    ids=["replaced", "a module", "a parameter"],
+)
+def test_ddp_refuses_a_parameter_that_was_added_after_it_was_wrapped(change: Any, unused: bool, group: None) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    wrapper = TTDistributedDataParallel(net, find_unused_parameters=unused)
+    nn.Linear(3, 3)  # another module's parameters are its own affair
+    wrapper(torch.ones(3, 2)).sum().backward()
+    change(net)
+    with torch.no_grad():
+        wrapper(torch.ones(3, 2))
+    with pytest.raises(ConfigurationError, match="added to the model after TTDistributedDataParallel wrapped it"):
+        wrapper(torch.ones(3, 2))
+    TTDistributedDataParallel(net, find_unused_parameters=True)(torch.ones(3, 2)).sum().backward()
+
+
+def test_ddp_refuses_a_parameter_that_was_added_frozen_and_trains_later(group: None) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    wrapper = TTDistributedDataParallel(net)
+    net.register_parameter("scale", nn.Parameter(torch.ones(1), requires_grad=False))
+    wrapper(torch.ones(3, 2)).sum().backward()
+    net.scale.requires_grad_(True)
+    with pytest.raises(ConfigurationError, match=r"^scale: frozen when"):
+        wrapper(torch.ones(3, 2))
+
+
 def test_ddp_refuses_to_work_without_a_group() -> None:
     with pytest.raises(
         ConfigurationError, match=r"there is no process group\. Call torch.distributed.init_process_gro"
