@@ -331,7 +331,8 @@ def test_ddp_refuses_a_parameter_that_was_added_after_it_was_wrapped(change: Any
         wrapper(torch.ones(3, 2))
     with pytest.raises(ConfigurationError, match="added to the model after TTDistributedDataParallel wrapped it"):
         wrapper(torch.ones(3, 2))
-    TTDistributedDataParallel(net, find_unused_parameters=True)(torch.ones(3, 2)).sum().backward()
+    again = TTDistributedDataParallel(net, find_unused_parameters=True)
+    again(torch.ones(3, 2)).sum().backward()
 
 
 def test_ddp_refuses_a_parameter_that_was_added_frozen_and_trains_later(group: None) -> None:
