@@ -39,7 +39,7 @@ PLAN = {
     "odd batches": Item(
         40,
         "every kind trains: none in 'refused'",
-        "data/batch/batches.py: _is_plain must be False for the kind, so that it is neither pinned nor recorded",
+        "data/batch/batches.py: _is_dense must be False for the kind, so that it is neither pinned nor recorded",
     ),
     "memory of epochs": Item(
         40,

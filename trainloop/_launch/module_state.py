@@ -70,9 +70,9 @@ def dumped_modules() -> bytes:
     limit = _Limit(_MOST_IN_ALL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # objects may warn if their attributes are read or pickled
-        found = {name: dict(_attributes(module, limit)) for name, module in users.items()}
+        found = {name: dict(_sent_values(module, limit)) for name, module in users.items()}
         for name, path, function in _patches(users):
-            found.setdefault(name, {})[path] = _function(function, name, path, None)
+            found.setdefault(name, {})[path] = _sent_function(function, name, path, None)
     return pickle.dumps(found)
 
 
@@ -208,20 +208,20 @@ def _is_own(value: Any) -> bool:
     return isinstance(value, (types.ModuleType, *generators))
 
 
-def _attributes(module: types.ModuleType, limit: _Limit) -> Iterator[tuple[str, _Sent]]:
+def _sent_values(module: types.ModuleType, limit: _Limit) -> Iterator[tuple[str, _Sent]]:
     name, file = module.__name__, module.__file__
-    for path, value in _named(vars(module), name):
+    for path, value in _values_by_path(vars(module), name):
         if type(value) in _ATOMS:
             yield path, _Sent("atom", value)
         elif isinstance(value, (*_FUNCTIONS, *_METHODS)):
-            sent = _function(value, name, path, file)
+            sent = _sent_function(value, name, path, file)
             # Import hooks, such as pytest's, change the code; ranks may import the module without them.
             yield path, sent if type(module.__loader__) is _FILE_LOADER else sent._replace(value=sent.value[:4])
         elif not _is_own(value) and type(value).__module__.partition(".")[0] not in _WITHOUT_STATE:
-            yield path, _object(value, limit)
+            yield path, _sent_object(value, limit)
 
 
-def _named(namespace: Mapping[str, Any], module: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _values_by_path(namespace: Mapping[str, Any], module: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a module and of its own classes by their paths, without those of Python and torch.
 
     ``torch.compile`` puts what a compiled function uses into its module, such as ``__builtins_dict___0``, and fails in
@@ -235,10 +235,10 @@ def _named(namespace: Mapping[str, Any], module: str, prefix: str = "") -> Itera
         yield path, value
         own_class = isinstance(value, type) and value.__module__ == module and value.__qualname__ == path
         if own_class and not hasattr(value, "__members__"):  # an enum can't be changed
-            yield from _named(vars(value), module, f"{path}.")
+            yield from _values_by_path(vars(value), module, f"{path}.")
 
 
-def _function(value: Any, module: str, path: str, file: str | None) -> _Sent:
+def _sent_function(value: Any, module: str, path: str, file: str | None) -> _Sent:
     description = _description(value, file)
     made_by = description[2]
     own = description[:2] == (module, path)
@@ -249,13 +249,13 @@ def _function(value: Any, module: str, path: str, file: str | None) -> _Sent:
         return _Sent("function", description)
     file_ = io.BytesIO()
     try:
-        Pickler(file_).dump(_copy(value))
+        Pickler(file_).dump(_copied_function(value))
     except Exception as error:  # whatever is in a closure
         return _Sent("function", description, str(error))
     return _Sent("function", description, file_.getvalue())
 
 
-def _copy(function: Any) -> Any:
+def _copied_function(function: Any) -> Any:
     """Return a copy of a function, which is sent by value although the original has a name in a module."""
     if type(function) is not types.FunctionType:
         return function
@@ -339,7 +339,7 @@ class _ObjectPickler(Pickler):
     keeps_shared = False
 
 
-def _object(value: Any, limit: _Limit) -> _Sent:
+def _sent_object(value: Any, limit: _Limit) -> _Sent:
     """Return the pickle of an object; its type and length if it can't be sent."""
     try:
         _ObjectPickler(limit).dump(value)
@@ -449,7 +449,7 @@ class _Receiver:
             if not isinstance(own, types.FunctionType) and path in rank_dependent(module.__name__):
                 continue
             try:
-                self._set(owner, name, own, sent)
+                self._set_sent(owner, name, own, sent)
             except Exception as error:
                 if self._late is not None:
                     self._late.append((module, path))
@@ -485,18 +485,18 @@ class _Receiver:
             return (
                 isinstance(own, (*_FUNCTIONS, *_METHODS)) and _description(own, file)[: len(sent.value)] == sent.value
             )
-        found = _object(own, _Limit(_MOST_IN_ALL))
+        found = _sent_object(own, _Limit(_MOST_IN_ALL))
         return found[:2] == sent[:2]
 
-    def _set(self, owner: Any, name: str, own: Any, sent: _Sent) -> None:
+    def _set_sent(self, owner: Any, name: str, own: Any, sent: _Sent) -> None:
         if sent.kind == "unsent":
             raise TypeError(sent.extra)
         if sent.kind == "atom":
             new = sent.value
         elif sent.kind == "pickle":
-            new = self._loaded(sent.value)
+            new = self._unpickled(sent.value)
         elif isinstance(sent.extra, bytes):
-            new = self._loaded(sent.extra)
+            new = self._unpickled(sent.extra)
         else:
             module, qualname = sent.value[:2]
             if module in self.sent and module not in sys.modules:
@@ -508,7 +508,7 @@ class _Receiver:
         if merged is not own:
             setattr(owner, name, merged)
 
-    def _loaded(self, stream: bytes) -> Any:
+    def _unpickled(self, stream: bytes) -> Any:
         with load_device(self._device):
             return _Unpickler(io.BytesIO(stream), self.sent).load()
 
@@ -625,7 +625,7 @@ def _parsed(file: str, package: str, time_ns: int, size: int) -> _Source | None:
     except (OSError, SyntaxError, ValueError):
         return None
     imported = frozenset(part for statement in tree.body for part in _imported(statement, package))
-    return _Source(imported, tuple(_units(tree.body)))
+    return _Source(imported, tuple(_names_by_statement(tree.body)))
 
 
 def _imported(statement: ast.stmt, package: str) -> Iterator[str]:
@@ -639,11 +639,11 @@ def _imported(statement: ast.stmt, package: str) -> Iterator[str]:
             yield from (f"{source}.{alias.name}" for alias in node.names)
 
 
-def _units(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[set[str], set[str]]]:
+def _names_by_statement(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[set[str], set[str]]]:
     """Yield the names that each statement binds, and the words in it: names, attributes, and names of variables."""
     for statement in body:
         if isinstance(statement, ast.ClassDef):
-            yield from _units(statement.body, f"{prefix}{statement.name}.")
+            yield from _names_by_statement(statement.body, f"{prefix}{statement.name}.")
             continue
         if isinstance(statement, ast.Import | ast.ImportFrom):
             for alias in statement.names:

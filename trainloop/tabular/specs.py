@@ -350,7 +350,7 @@ def parse_hyperparameters(
                 raise ConfigurationError(
                     f"hyperparameters[{key!r}]={values!r}: must be a dict of settings, or a list of such dicts."
                 )
-            spec = _spec(key, model, dict(settings), used, problem, specs, searches)
+            spec = _validated_spec(key, model, dict(settings), used, problem, specs, searches)
             specs[spec.name] = spec
     if not specs:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
@@ -390,7 +390,7 @@ def _check_names(key: Any, settings: Mapping[str, Any], known: set[str] | None, 
             )
 
 
-def _spec(
+def _validated_spec(
     key: Any,
     model: _Model,
     settings: dict[str, Any],

@@ -519,7 +519,7 @@ class _Search:
             else:
                 running.add(fold, result)
         if running.over:
-            self._end(running)
+            self._end_trial(running)
         return running
 
     def _record(self, job: Job) -> None:
@@ -532,9 +532,9 @@ class _Search:
         else:
             running.add(fold, result)
         if running.over:
-            self._end(running)
+            self._end_trial(running)
 
-    def _end(self, running: Running) -> None:
+    def _end_trial(self, running: Running) -> None:
         running.end()
         trial = running.trial
         # Failures are reported too. Otherwise a searcher that models the space would propose the same setting again.

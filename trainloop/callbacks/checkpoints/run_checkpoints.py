@@ -199,11 +199,11 @@ class BackgroundWrite:
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         # Not a pool: it takes no work once the main thread has ended, while a thread may still train.
         self._thread = threading.Thread(
-            target=self._run, name=f"checkpoint of step {step}", daemon=False, args=(write,)
+            target=self._run_in_thread, name=f"checkpoint of step {step}", daemon=False, args=(write,)
         )
         self._thread.start()
 
-    def _run(self, write: Callable[[], Exception | None]) -> None:
+    def _run_in_thread(self, write: Callable[[], Exception | None]) -> None:
         # ``write`` is not an attribute: only the thread refers to the data, so the data is freed once it is written.
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)

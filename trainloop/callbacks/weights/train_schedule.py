@@ -215,7 +215,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if self.factory is None:
             self._refuse_other(optimizer)
         elif self._optimizer_of_loop is not optimizer:
-            self._make(optimizer)
+            self._make_scheduler(optimizer)
         self._groups = self._groups or len(optimizer.param_groups)
         self._check_step()
         if _is_plateau(self.scheduler):
@@ -224,7 +224,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             self._metric = self._metric or Monitor(self.monitor or "val_loss", self.scheduler.mode, owner="LRScheduler")
             self._metric.check(loop)
         self._check_length()
-        self._length_in_script = self._length()[0]
+        self._length_in_script = self._schedule_length()[0]
 
     def follow_optimizer(self) -> None:
         """Begin the schedule again, for the steps left, if the loop has another optimizer now.
@@ -241,9 +241,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         begin = self._begin - self._count - int(ended and self._seen_step != self.train_loop_obj.global_step)
         of_fit = self._units_of_fit()
         if of_fit is None or begin + of_fit > 0:  # otherwise the next fit begins the schedule
-            self._make(now, begin)
+            self._make_scheduler(now, begin)
 
-    def _make(self, optimizer: Optimizer, begin: int = 0) -> None:
+    def _make_scheduler(self, optimizer: Optimizer, begin: int = 0) -> None:
         """Create the scheduler of an optimizer that the loop has now."""
         assert self.factory is not None
         self._count, self._begin, self._groups = 0, begin, len(optimizer.param_groups)
@@ -320,13 +320,13 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             of_fit = -(-(loop.num_optimizer_steps() or 0) // of_epoch)
         return of_fit
 
-    def _length(self) -> tuple[int | None, bool]:
+    def _schedule_length(self) -> tuple[int | None, bool]:
         """Return the number of steps until the schedule ends, or ``None``; and False if it may end earlier."""
         return _length_of(self.scheduler)
 
     def _check_length(self) -> None:
         loop = self.train_loop_obj
-        length, exact = self._length()
+        length, exact = self._schedule_length()
         planned = None if length is None or loop.train_loader is None else self._planned_steps()
         if length is None or planned is None or not loop.is_global_zero:
             return
@@ -393,7 +393,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 
     def on_resume(self) -> None:
         """Warn if the schedule, which is the checkpoint's, ends earlier than the script's would."""
-        (length, exact), meant = self._length(), self._length_in_script
+        (length, exact), meant = self._schedule_length(), self._length_in_script
         of_run = any(self.factory_kwargs.get(name, 0) is None for name in _STEP_COUNTS)
         if length is None or meant is None or length >= meant or not (exact or of_run) or self._begin < 0:
             return
@@ -412,7 +412,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if self.interval == "step" and self._metric is None:
             self._seen_step = self.train_loop_obj.global_step
             if self._is_trained() and not self.train_loop_obj.step_skipped:
-                self._step()
+                self._step_scheduler()
 
     def on_batch_end(self) -> None:
         # A plateau's metric may be logged in this hook, by callbacks before this one.
@@ -437,11 +437,11 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                 self.scheduler.step(value)
         elif loop.cut is None:
             if metric is None:
-                self._step()
+                self._step_scheduler()
             elif (value := metric.new_value(loop)) is not None:
-                self._step(value)
+                self._step_scheduler(value)
 
-    def _step(self, *metric: float) -> None:
+    def _step_scheduler(self, *metric: float) -> None:
         self._count += 1
         if self._count % self.frequency == 0:
             # The step of the optimizer that precedes the first step of a resumed schedule was before the checkpoint.
@@ -664,7 +664,7 @@ def _other_settings(scheduler: Any, state: Any) -> list[tuple[str, Any, Any]]:
         return []
     arguments = set(inspect.signature(type(scheduler).__init__).parameters) - {"last_epoch", "optimizer", "schedulers"}
     names = [name for name in own if name in state and name.lstrip("_") in arguments]
-    pairs = {name.lstrip("_"): (_plain(state[name]), _plain(own[name])) for name in names}
+    pairs = {name.lstrip("_"): (_comparable(state[name]), _comparable(own[name])) for name in names}
     kind = type(scheduler).__name__
     found = [(f"{kind}'s {name}", before, now) for name, (before, now) in pairs.items() if before != now]
     parts, states = list(getattr(scheduler, "_schedulers", ())), list(state.get("_schedulers", ()))
@@ -673,7 +673,7 @@ def _other_settings(scheduler: Any, state: Any) -> list[tuple[str, Any, Any]]:
     return found + [one for part, its in zip(parts, states) for one in _other_settings(part, its)]
 
 
-def _plain(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """Return a value that can be compared and shown: a list for a Counter of milestones, None for a tensor."""
     if isinstance(value, (dict, list, tuple)):
         return sorted(value) if isinstance(value, dict) else list(value)

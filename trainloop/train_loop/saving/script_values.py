@@ -151,14 +151,14 @@ def put_script_values(loop: LoopState, values: Mapping[str, Any]) -> None:
     classes = _classes_of(loop)
     for path, value in values.items():
         of, _, name = path.rpartition(".")
-        holder = classes.get(of) or _named(of)
+        holder = classes.get(of) or _object_at(of)
         if path in found:
             found[path].put(value)
         elif holder is not None and name not in vars(holder) and not name.endswith("'"):  # one of several of this name
             setattr(holder, name, value)
 
 
-def _named(path: str) -> Any:
+def _object_at(path: str) -> Any:
     """Return the module or the function of this path, or None."""
     module, _, name = path.rpartition(".")
     return sys.modules.get(path) or getattr(sys.modules.get(module), name, None)
