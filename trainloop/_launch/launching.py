@@ -20,11 +20,11 @@ import torch
 from trainloop._launch.failures import RestartPolicy, with_note
 from trainloop._launch.hosts import Hosts, meet_hosts
 from trainloop._launch.joining import backend_for
-from trainloop._launch.main_guard import check_main_guard, main_place
-from trainloop._launch.module_state import LoadedCode, dumped_modules
 from trainloop._launch.output import Outlets, targets_here
 from trainloop._launch.rank_process import started_by_launch
-from trainloop._launch.settings import dumped_settings
+from trainloop._launch.script.main_guard import check_main_guard, main_place
+from trainloop._launch.script.module_state import LoadedCode, dumped_modules
+from trainloop._launch.script.settings import dumped_settings
 from trainloop._launch.spawning import Ranks, server_modules
 from trainloop._launch.work import RunSpec, StartFiles, Task
 from trainloop._processes.fork_server import (
@@ -124,8 +124,8 @@ def launch(
     Notes
     -----
     The caller's environment, random state, threads, signal handlers and process group are left unchanged. Ranks apply
-    its process-wide settings and the state of the user's modules: see :mod:`trainloop._launch.settings` and
-    :mod:`trainloop._launch.module_state`.
+    its process-wide settings and the state of the user's modules: see :mod:`trainloop._launch.script.settings` and
+    :mod:`trainloop._launch.script.module_state`.
     """
     _check_caller()
     check_main_guard()

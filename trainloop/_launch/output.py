@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from trainloop._launch.settings import loggers, standard_stream_of
+from trainloop._launch.script.settings import loggers, standard_stream_of
 from trainloop._support.output import GuardedStream, unguarded
 from trainloop._support.user_line import warn
 from trainloop.distributed import Rank

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from trainloop._launch.failures import failure_of, write_record
-from trainloop._launch.main_guard import take_main_place
-from trainloop._launch.module_state import receive_modules
 from trainloop._launch.output import Report, Sender, quieten_log_streams, rank_handlers, rank_streams
-from trainloop._launch.settings import apply_settings
+from trainloop._launch.script.main_guard import take_main_place
+from trainloop._launch.script.module_state import receive_modules
+from trainloop._launch.script.settings import apply_settings
 from trainloop._launch.work import LAUNCH_VARIABLE, RunSpec, StartFiles, Task, next_work
 from trainloop._support.forks import guard_forks
 from trainloop._support.platform import process_config, resource

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainloop import checkpoint
-from trainloop._launch.settings import numeric_settings, write_settings
+from trainloop._launch.script.settings import numeric_settings, write_settings
 from trainloop._support import rng
 from trainloop._support.carried import places_of
 from trainloop._support.stopping import LocalStop

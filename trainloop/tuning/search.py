@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 
 from trainloop import checkpoint
-from trainloop._launch.module_state import SentModules
-from trainloop._launch.settings import SentSettings
+from trainloop._launch.script.module_state import SentModules
+from trainloop._launch.script.settings import SentSettings
 from trainloop._support.keywords import refuses_unknown, why_not
 from trainloop._support.output import bar_size, guarded_output
 from trainloop._support.scratch import remove, temporary_folder

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from trainloop import checkpoint
 from trainloop._launch.failures import RECORDED, about_record, described, failure_of
 from trainloop._launch.rank_process import started_by_launch
-from trainloop._launch.settings import numeric_settings
+from trainloop._launch.script.settings import numeric_settings
 from trainloop._support import rng
 from trainloop._support.carried import places_of
 from trainloop._support.nested import map_parts, tensors_of

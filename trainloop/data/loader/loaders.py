@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from trainloop._launch.rank_process import started_by_launch
-from trainloop._launch.settings import SettingsInit
+from trainloop._launch.script.settings import SettingsInit
 from trainloop._support.platform import process_config
 from trainloop._support.rng import derive_seed
 from trainloop._support.scratch import scratch_folder

@@ -9,14 +9,11 @@ Functions that the script has replaced in other libraries are sent, too, where t
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import functools
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import io
-import os
 import pickle
 import random
 import re
@@ -31,6 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from trainloop._launch.script.rank_names import rank_dependent
+from trainloop._launch.script.users_modules import in_library, users_modules
 from trainloop._support.user_line import warn
 from trainloop._transfer import load_device
 from trainloop._transfer.pickling import Pickler
@@ -45,7 +44,6 @@ _COMPILERS_OWN = re.compile(r"__\w*_\d")
 _MISSING = object()
 _OWN_FILE = ""
 _FILE_LOADER = importlib.machinery.SourceFileLoader
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class _Sent(NamedTuple):
@@ -74,71 +72,6 @@ def dumped_modules() -> bytes:
         for name, path, function in _patches(users):
             found.setdefault(name, {})[path] = _sent_function(function, name, path, None)
     return pickle.dumps(found)
-
-
-def users_modules() -> dict[str, types.ModuleType]:
-    """Return the imported modules that belong to the user's program, by name, without ``__main__``."""
-    return {
-        name: module
-        for name, module in list(sys.modules.items())
-        if name not in ("__main__", "__mp_main__")
-        and getattr(getattr(module, "__spec__", None), "name", None) == name
-        and is_users(name)
-    }
-
-
-def is_users(name: str) -> bool:
-    """Return True if a module belongs to the user's program, also as ``__main__``."""
-    if name in ("__main__", "__mp_main__"):
-        return True
-    module = sys.modules.get(name)
-    # A rank has a class that a function defines by value, without its module.
-    file = _origin_of(name.partition(".")[0]) if module is None else getattr(module, "__file__", None)
-    return type(file) is str and not _in_library(file)
-
-
-@functools.cache
-def _origin_of(top: str) -> str | None:
-    """Return a file of a top-level module that is not imported; None if there is none."""
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return None
-    if spec is None:
-        return None
-    folders = list(spec.submodule_search_locations or ())
-    return os.path.join(folders[0], "__init__.py") if folders else spec.origin if spec.has_location else None
-
-
-@functools.cache
-def _libraries() -> tuple[str, ...]:
-    """Return the folders of the interpreter's own modules and of installed packages."""
-    import sysconfig  # 2 ms, which only launches need
-
-    paths = [path for path in sysconfig.get_paths().values() if path]
-    return tuple({path + os.sep for path in [*paths, *map(os.path.realpath, paths)]})
-
-
-@functools.cache
-def _in_library(file: str) -> bool:
-    if f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file:
-        return True
-    if file.startswith((*_libraries(), _PACKAGE)) or os.path.realpath(file).startswith((*_libraries(), _PACKAGE)):
-        return True
-    folders = [folder for folder in map(os.path.abspath, sys.path) if file.startswith(folder + os.sep)]
-    return any(file[len(folder) + 1 :].partition(os.sep)[0] in _installed_in(folder) for folder in folders)
-
-
-@functools.cache
-def _installed_in(folder: str) -> frozenset[str]:
-    """Return the top-level files and folders of the libraries in a folder of ``pip install --target``."""
-    try:
-        if not any(name.endswith(".dist-info") for name in os.listdir(folder)):
-            return frozenset()
-    except OSError:
-        return frozenset()
-    found = importlib.metadata.distributions(path=[folder])
-    return frozenset(file.parts[0] for distribution in found for file in distribution.files or ())
 
 
 class SentModules:
@@ -243,7 +176,7 @@ def _sent_function(value: Any, module: str, path: str, file: str | None) -> _Sen
     made_by = description[2]
     own = description[:2] == (module, path)
     # By name: its own code, code of a library's decorator or of a dataclass, and functions and classes of other places.
-    if own and (made_by in (None, _OWN_FILE, "<string>") or _in_library(made_by)):
+    if own and (made_by in (None, _OWN_FILE, "<string>") or in_library(made_by)):
         return _Sent("function", description)
     if not own and _resolved(*description[:2]) is value:
         return _Sent("function", description)
@@ -556,113 +489,3 @@ def _merged(own: Any, new: Any) -> Any:
         attributes.update(items)
         return own
     return own if isinstance(own, dict | list | set | bytearray) else new
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Names whose values depend on the rank
-# --------------------------------------------------------------------------------------------------------------------
-
-_RANKS_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
-_RANKS_NAMES = {
-    *("get_rank", "get_world_size", "get_node_local_rank", "is_initialized", "is_global_zero"),
-    *("getpid", "getppid", "current_process", "parent_process"),
-}
-
-
-def rank_dependent(module: str) -> frozenset[str]:
-    """Return the names that a module derives from the rank when it is imported, as in ``os.environ["RANK"]``."""
-    sources: dict[str, _Source] = {}  # of the module and of the user's modules that it imports, directly or not
-    waiting = [module]
-    while waiting:
-        name = waiting.pop()
-        if name not in sources and (source := _source(name)) is not None:
-            sources[name] = source
-            waiting += source.imported & sys.modules.keys()
-    found: dict[str, set[str]] = {name: set() for name in sources}
-    changed = True
-    while changed:  # modules may import each other
-        changed = False
-        for name, source in reversed(sources.items()):
-            names, before = found[name], len(found[name])
-            names.update(*(found[other] for other in source.imported & sources.keys()))
-            while True:
-                derived = [paths for paths, words in source.units if words & names or words & _RANKS_NAMES]
-                more = set().union(*derived) - names
-                if not more:
-                    break
-                names |= more
-            changed = changed or len(names) > before
-    return frozenset(found.get(module, ()))
-
-
-class _Source(NamedTuple):
-    """What a module's file says."""
-
-    imported: frozenset[str]
-    """Names of the modules that it may import."""
-    units: tuple[tuple[set[str], set[str]], ...]
-    """The names that each statement binds, and the words in it."""
-
-
-def _source(name: str) -> _Source | None:
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None)
-    if not file or not file.endswith(".py") or _in_library(file):
-        return None
-    try:
-        status = os.stat(file)
-    except OSError:
-        return None
-    return _parsed(file, getattr(module, "__package__", None) or "", status.st_mtime_ns, status.st_size)
-
-
-@functools.cache
-def _parsed(file: str, package: str, time_ns: int, size: int) -> _Source | None:
-    """Return what a file says; ``time_ns`` and ``size`` distinguish versions of the file."""
-    try:
-        with open(file, "rb") as source:
-            tree = ast.parse(source.read())
-    except (OSError, SyntaxError, ValueError):
-        return None
-    imported = frozenset(part for statement in tree.body for part in _imported(statement, package))
-    return _Source(imported, tuple(_names_by_statement(tree.body)))
-
-
-def _imported(statement: ast.stmt, package: str) -> Iterator[str]:
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            source = ".".join([*base, *([node.module] if node.module else [])])
-            yield source
-            yield from (f"{source}.{alias.name}" for alias in node.names)
-
-
-def _names_by_statement(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[set[str], set[str]]]:
-    """Yield the names that each statement binds, and the words in it: names, attributes, and names of variables."""
-    for statement in body:
-        if isinstance(statement, ast.ClassDef):
-            yield from _names_by_statement(statement.body, f"{prefix}{statement.name}.")
-            continue
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            for alias in statement.names:
-                name = (alias.asname or alias.name).partition(".")[0]
-                yield {prefix + name}, {alias.name.rpartition(".")[2]}
-            continue
-        bound, words = set(), set()
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            bound.add(statement.name)
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name):
-                words.add(node.id)
-                if isinstance(node.ctx, ast.Store):
-                    bound.add(node.id)
-            elif isinstance(node, ast.Attribute):
-                words.add(node.attr)
-            elif isinstance(node, ast.alias):
-                bound.add((node.asname or node.name).partition(".")[0])
-                words.add(node.name.rpartition(".")[2])
-            elif isinstance(node, ast.Constant) and node.value in _RANKS_VARIABLES:
-                words.add("get_rank")
-        yield {prefix + name for name in bound}, words
