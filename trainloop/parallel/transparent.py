@@ -248,7 +248,10 @@ def _wrapped_model(wrapper: nn.Module) -> nn.Module | None:
     return wrapper.__dict__.get("_modules", {}).get("module")
 
 
+_TORCH_OR_WRAPPERS = ("torch.", f"{__package__}.")
+
+
 def _asked_by_torch(asking: dict[str, Any]) -> bool:
     name = asking.get("__name__", "")
     # This module asks for the user: the model may be another wrapper.
-    return name.startswith(("torch.", "trainloop.parallel.")) and name != __name__
+    return name.startswith(_TORCH_OR_WRAPPERS) and name != __name__

@@ -411,14 +411,14 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
     iterations, steps = _comparable_lengths(loop, steps, ranks, per_step)
     if not steps:
         return f"not compared: with {ranks} ranks, drop_last leaves out different samples than in one process"
-    single = _trained(loop, "single", 1, iterations, per_step)
+    single = _train_copy(loop, "single", 1, iterations, per_step)
     mode = _mode_of_ranks(loop)
     arguments: dict[str, Any] = {}
     if mode == "fsdp":  # pass only the units: a precision would change results, and replicas may not divide these ranks
         arguments["fsdp_model_args"] = {key: value for key, value in sharding.items() if key in _UNITS}
     elif unused:
         arguments["ddp_model_args"] = {"find_unused_parameters": True}
-    many = _trained(loop, mode, ranks, steps, 1, **arguments)
+    many = _train_copy(loop, mode, ranks, steps, 1, **arguments)
     worst, where = 0.0, ""
     gradients = [None if p.grad is None or p.grad.is_sparse or not p.numel() else p.grad.abs() for p in first]
     largest = max((float(gradient.max()) for gradient in gradients if gradient is not None), default=0.0)
@@ -444,7 +444,7 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
     return f"weights agree to {worst:.0e} after {steps} steps"
 
 
-def _trained(
+def _train_copy(
     loop: TrainLoop[Any],
     mode: GpuMode,
     devices: int,

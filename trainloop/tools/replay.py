@@ -161,7 +161,7 @@ def replay(
     with _as_recorded(loop, record, where), run_here(loop, LocalStop(), FitJob()) as run:
         for path_of_module, module, name, _ in places_of(loop.model):
             setattr(module, name, move_to(carried[path_of_module], where))
-        return _repeated(cast(Training, run), record, step, detect)
+        return _repeated_step(cast(Training, run), record, step, detect)
 
 
 def _unpacked(packed: dict[str, Any], path: Any, trusted: bool) -> Any:
@@ -279,7 +279,7 @@ class _Repeats:
             raise _Reached
 
 
-def _repeated(run: Training, record: dict[str, Any], step: StepBatches, detect: str | None) -> Replay:
+def _repeated_step(run: Training, record: dict[str, Any], step: StepBatches, detect: str | None) -> Replay:
     loop, place = run.loop, record["place"]
     modules = {f"{r}.{n}": m for r, part in recorded_modules(loop).items() for n, m in part.named_modules()}
     for name, module in modules.items():

@@ -97,7 +97,7 @@ class RunCheckpoints:
         put(name, info)
         checkpoint.mark_newest(self.folder, name, run=self.run)
         written = Checkpoint(self.folder.path(name), name, info)
-        kept = _kept([*(f for f in files if f not in replaced), written], keep, self._metric)
+        kept = _checkpoints_to_keep([*(f for f in files if f not in replaced), written], keep, self._metric)
         for file in files:
             if file not in kept and file.name != name:
                 self._remove(file)
@@ -162,7 +162,7 @@ def _best_first(files: Sequence[Checkpoint], metric: Monitor | None) -> list[Che
     return [file for _, file in ranked]
 
 
-def _kept(files: Sequence[Checkpoint], keep: int | None, metric: Monitor | None) -> list[Checkpoint]:
+def _checkpoints_to_keep(files: Sequence[Checkpoint], keep: int | None, metric: Monitor | None) -> list[Checkpoint]:
     """Return the checkpoints of ``files`` (oldest first) to keep, oldest first.
 
     The newest is always kept, because a killed run resumes from it. If fewer than ``keep`` checkpoints have a metric,

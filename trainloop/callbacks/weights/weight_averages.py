@@ -136,7 +136,7 @@ class WeightAverage(AbstractCallback):
         parameters = self._parameters()
         self._is_outdated = any(map(is_lazy, self.train_loop_obj.model.parameters()))
         self.average = {
-            name: self.average[name].to(p.device) if name in self.average else _wide(p.detach()).clone()
+            name: self.average[name].to(p.device) if name in self.average else _at_least_float32(p.detach()).clone()
             for name, p in parameters.items()
         }
         # to_local() of a sharded parameter takes long; nobody can give it other memory.
@@ -205,7 +205,9 @@ class WeightAverage(AbstractCallback):
                 f"these weights is in only one of the two: {', '.join(missing[:5])}. Resume with the model whose "
                 "weights were averaged."
             )
-        self.average = _sharded_like({name: _wide(value).clone() for name, value in state["average"].items()}, weights)
+        self.average = _sharded_like(
+            {name: _at_least_float32(value).clone() for name, value in state["average"].items()}, weights
+        )
         self.updates = state["updates"]
         if state["trained"]:
             self._continue_from(state["trained"])
@@ -366,7 +368,7 @@ class ExponentialMovingAverage(WeightAverage):
                 loop.insert_metric_result_into_history(f"ema_val_loss{name and '_' + name}", value)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _at_least_float32(tensor: Tensor) -> Tensor:
     """Return 16-bit values in float32, other values unchanged."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() <= 2 else tensor
 

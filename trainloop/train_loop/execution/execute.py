@@ -135,10 +135,10 @@ def _in_ranks(loop: LoopState, work: Callable[..., Any], args: tuple[Any, ...], 
             take_rescued=None if job is None else partial(_receive_rescued, loop, caller_side),
             **options,
         )
-    return _receive(caller_side, data)
+    return _receive_state(caller_side, data)
 
 
-def _receive(caller_side: CallerSide, data: Any) -> Any:
+def _receive_state(caller_side: CallerSide, data: Any) -> Any:
     """Write the state of a rank into the caller's objects, and return the work's result."""
     with uninterrupted():  # a mixture of new and old state would be useless
         result, randomness = caller_side.receive(data)
@@ -149,7 +149,7 @@ def _receive(caller_side: CallerSide, data: Any) -> Any:
 
 def _receive_rescued(loop: LoopState, caller_side: CallerSide, data: Any) -> str:
     """Write the state of the last finished step into the caller's objects; return a sentence about it."""
-    _receive(caller_side, data)
+    _receive_state(caller_side, data)
     return f"Your model has the weights of the last finished step ({loop.global_step})."
 
 
