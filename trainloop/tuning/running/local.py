@@ -25,7 +25,7 @@ from trainloop.errors import ResourceError
 from trainloop.extending import warn
 from trainloop.resources import ResourceQuota, available, enforce, gpus, lease
 from trainloop.resources.quota import exact
-from trainloop.tuning.worker import Job, train_fold
+from trainloop.tuning.running.worker import Job, train_fold
 
 logger = logging.getLogger("trainloop")
 
