@@ -151,10 +151,10 @@ class Beside(AbstractCallback):
 class Saving(ModelCheckpoint):
     """Times its one checkpoint, at the end of training, on every rank."""
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         dist.barrier()
         with growth() as facts:
-            super()._save(*args, **kwargs)
+            super()._save_checkpoint(*args, **kwargs)
             dist.barrier()
         everyone = self.train_loop_obj.model.all_gather(torch.tensor([facts["seconds"], facts["bytes"]]))
         self.seconds, self.grown = (float(value) for value in everyone.max(0).values)

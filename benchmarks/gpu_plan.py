@@ -39,7 +39,7 @@ PLAN = {
     "odd batches": Item(
         40,
         "every kind trains: none in 'refused'",
-        "data/batch/batches.py: _is_plain must be False for the kind, so that it is neither pinned nor recorded",
+        "data/batch/batches.py: _is_dense must be False for the kind, so that it is neither pinned nor recorded",
     ),
     "memory of epochs": Item(
         40,
@@ -82,7 +82,7 @@ PLAN = {
     "two GPUs": Item(
         90,
         "ddp on two GPUs has the weights of one process within 1e-6; left out with one GPU",
-        "NCCL_DEBUG=INFO; tests/ranks/test_parity.py has the same comparison with Gloo",
+        "NCCL_DEBUG=INFO; tests/ranks/parity/test_parity.py has the same comparison with Gloo",
     ),
     "MLP": Item(60, "ratio 1.1 or less", "benchmarks/step.py finds the costly part on the CPU"),
     "MLP, a loader that pins": Item(60, "ratio 1 or less", "benchmarks/step.py finds the costly part on the CPU"),

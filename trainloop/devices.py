@@ -6,13 +6,12 @@ As in torch, indices always refer to the devices in ``CUDA_VISIBLE_DEVICES``.
 from __future__ import annotations
 
 import operator
-import os
 import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
-from trainloop._support.platform import affinity
+from trainloop._support.platform import usable_cpus
 from trainloop._support.user_line import warn
 from trainloop.errors import ConfigurationError, DeviceError
 from trainloop.resources import gpus
@@ -280,7 +279,7 @@ def _cpu_processes(devices: object, cores: int, *, found_none: bool) -> int:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(affinity()) or os.cpu_count() or 1
+    return len(usable_cpus())
 
 
 def resolve(accelerator: object = "auto", devices: object = "auto") -> list[torch.device]:

@@ -236,8 +236,8 @@ class History(Mapping[str, list[float]]):
         return {
             "values": self.to_dict(),
             "epochs": {name: list(epochs) for name, epochs in self._epochs.items()},
-            "step_indices": {name: _tensor(a, torch.int64) for name, a in self._step_indices.items()},
-            "step_values": {name: _tensor(a, torch.float64) for name, a in self._step_values.items()},
+            "step_indices": {name: _as_tensor(a, torch.int64) for name, a in self._step_indices.items()},
+            "step_values": {name: _as_tensor(a, torch.float64) for name, a in self._step_values.items()},
             "row": self._row,
         }
 
@@ -296,5 +296,5 @@ def _let_notebook_show(figure_type: type) -> None:
     select_figure_formats(shell, {"png"})
 
 
-def _tensor(values: array[Any], dtype: torch.dtype) -> torch.Tensor:
+def _as_tensor(values: array[Any], dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device="cpu") if len(values) else torch.empty(0, dtype=dtype, device="cpu")

@@ -225,18 +225,18 @@ class TTBasicModel(TTModel, ABC):
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         """Return ``criterion(self(*inputs), target)``."""
-        *inputs, target = _checked(batch_data)
+        *inputs, target = _inputs_and_target(batch_data)
         if not callable(criterion):
             raise ConfigurationError(
                 f"{type(self).__name__}.get_loss calls the criterion, but criterion is {reprlib.repr(criterion)}. Pass "
                 "a callable, as in TrainLoop(criterion=nn.CrossEntropyLoss()), or write a get_loss of your own."
             )
-        return criterion(self(*[_to(x, device) for x in inputs]), _to(target, device))
+        return criterion(self(*[_moved_to(x, device) for x in inputs]), _moved_to(target, device))
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         """Return the model's outputs unchanged, the targets, and no metadata."""
-        *inputs, target = _checked(batch_data)
-        return self(*[_to(x, device) for x in inputs]), target, {}
+        *inputs, target = _inputs_and_target(batch_data)
+        return self(*[_moved_to(x, device) for x in inputs]), target, {}
 
 
 class ModelWrap(TTModel):
@@ -352,7 +352,7 @@ def check_names(model: nn.Module) -> None:
                     )
 
 
-def _checked(batch_data: Any) -> Any:
+def _inputs_and_target(batch_data: Any) -> Any:
     """Return a batch of the form ``(*inputs, target)``; raise an error for any other batch."""
     if not isinstance(batch_data, (list, tuple)) or len(batch_data) < 2:
         size = f" of length {len(batch_data)}" if isinstance(batch_data, (list, tuple)) else ""
@@ -363,9 +363,9 @@ def _checked(batch_data: Any) -> Any:
     return batch_data
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def _moved_to(value: Any, device: torch.device) -> Any:
     if type(value) is Tensor and value.device == device:
         return value
     if hasattr(value, "to"):  # checked first, because a PackedSequence is a tuple, too
         return value.to(device)
-    return map_parts(lambda part: _to(part, device), value)
+    return map_parts(lambda part: _moved_to(part, device), value)

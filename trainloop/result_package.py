@@ -73,7 +73,7 @@ def evaluate_result_package(
     """
     metadata = {} if metadata is None else metadata
     if isinstance(package, str):
-        package = _named(package, "evaluate_result_package")
+        package = _metric_by_name(package, "evaluate_result_package")
     if isinstance(package, Mapping):
         found: dict[str, float] = {}
         for name, one in package.items():
@@ -89,7 +89,7 @@ def evaluate_result_package(
         return _evaluate_torchmetrics(package, y_pred, y_true)
     if callable(package) and not isinstance(package, type):
         name = getattr(package, "__name__", type(package).__name__)
-        return _numbers(package(y_pred, y_true, metadata), name)
+        return _metric_values(package(y_pred, y_true, metadata), name)
     hint = " It is a class: pass an instance." if isinstance(package, type) else ""
     raise ConfigurationError(
         f"{package!r} can't score predictions.{hint} Pass a function of (y_pred, y_true, metadata), the name of a "
@@ -106,7 +106,7 @@ def check_metric_functions(package: Any, owner: str) -> None:
         The message names the function; also if scikit-learn is missing, which functions of this module need.
     """
     if isinstance(package, str):
-        package = _named(package, owner)
+        package = _metric_by_name(package, owner)
     if package in _BY_SCIKIT_LEARN and find_spec("sklearn") is None:
         scikit_learn()  # raises; importing it would take a second
     if isinstance(package, Mapping):
@@ -126,7 +126,7 @@ def check_metric_functions(package: Any, owner: str) -> None:
             ) from None
 
 
-def _named(name: str, owner: str) -> Callable[..., Any]:
+def _metric_by_name(name: str, owner: str) -> Callable[..., Any]:
     try:
         return _NAMED[name]
     except KeyError:
@@ -144,16 +144,16 @@ def _evaluate_torchmetrics(metric: Any, y_pred: Any, y_true: Any) -> dict[str, f
         for part in parts:
             part.sync_on_compute = False
         metric.reset()
-        metric.update(_tensor(y_pred, metric), _tensor(y_true, metric))
+        metric.update(_as_tensor_for(y_pred, metric), _as_tensor_for(y_true, metric))
         values = metric.compute()
     finally:
         for part, sync in zip(parts, before, strict=True):
             part.sync_on_compute = sync
         metric.reset()
-    return _numbers(values, type(metric).__name__)
+    return _metric_values(values, type(metric).__name__)
 
 
-def _tensor(rows: Any, metric: Any) -> Any:
+def _as_tensor_for(rows: Any, metric: Any) -> Any:
     """Convert lists and arrays of numbers to a tensor on the metric's device; return other values unchanged."""
     if not isinstance(rows, Tensor):
         try:
@@ -167,14 +167,14 @@ def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
     return {f"{prefix}_{name}": value for name, value in values.items()}
 
 
-def _numbers(values: Any, name: str) -> dict[str, float]:
+def _metric_values(values: Any, name: str) -> dict[str, float]:
     """Return the values as floats by name. A single value has the name ``name``."""
     if not isinstance(values, Mapping):
         values = {name: values}
-    return {str(key): _number(value, str(key)) for key, value in values.items()}
+    return {str(key): _metric_value(value, str(key)) for key, value in values.items()}
 
 
-def _number(value: Any, name: str) -> float:
+def _metric_value(value: Any, name: str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -252,14 +252,14 @@ class DiesOnce(AbstractCallback):
 
     def on_multiprocess_start(self) -> None:
         if self.no_room:
-            write = file._write
+            write = file._write_with_checksums
 
             def refuses(target: Any, body: Any, info: Any) -> None:
                 if info.reason == "restart":
                     raise OSError("no room by plan")
                 write(target, body, info)
 
-            file._write = refuses
+            file._write_with_checksums = refuses
 
     def on_batch_end(self) -> None:
         if self.train_loop_obj.global_step == self.step and not self.done.exists():

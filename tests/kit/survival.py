@@ -112,7 +112,7 @@ class Strikes(AbstractCallback):
         if "at exit" in places:
             atexit.register(self.at, "at exit")
         if self.no_room or places & {"checkpoint is half written", "restart checkpoint is half written"}:
-            write = file._write
+            write = file._write_with_checksums
 
             def half(target: Any, body: Any, info: Any) -> None:
                 for_restarts = info.reason == "restart"
@@ -124,7 +124,7 @@ class Strikes(AbstractCallback):
                 target.seek(0)
                 write(target, body, info)
 
-            file._write = half
+            file._write_with_checksums = half
 
     def on_batch_end(self) -> None:
         loop = self.train_loop_obj

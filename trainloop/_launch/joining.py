@@ -55,17 +55,17 @@ def rank_from_launcher(environ: Mapping[str, str] | None = None) -> Rank | None:
     env = os.environ if environ is None else environ
     # Before Slurm's variables: if torchrun runs as a Slurm task, this process is one of several in the same task.
     if all(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
-        local_world_size = _number(env, "LOCAL_WORLD_SIZE", world_size)
-        local_rank = _number(env, "LOCAL_RANK", rank % max(local_world_size, 1))
+        rank, world_size = _number_in(env, "RANK"), _number_in(env, "WORLD_SIZE")
+        local_world_size = _number_in(env, "LOCAL_WORLD_SIZE", world_size)
+        local_rank = _number_in(env, "LOCAL_RANK", rank % max(local_world_size, 1))
         num_nodes = max(1, -(-world_size // max(local_world_size, 1)))
-        node_rank = _number(env, "GROUP_RANK", rank // max(local_world_size, 1))
-    elif env.get("SLURM_PROCID") and _number(env, "SLURM_NTASKS", 1) > 1 and not _is_shell(env) and _is_task(env):
-        rank, world_size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_NTASKS")
-        num_nodes = _number(env, "SLURM_NNODES", _number(env, "SLURM_JOB_NUM_NODES", 1))
+        node_rank = _number_in(env, "GROUP_RANK", rank // max(local_world_size, 1))
+    elif env.get("SLURM_PROCID") and _number_in(env, "SLURM_NTASKS", 1) > 1 and not _is_shell(env) and _is_task(env):
+        rank, world_size = _number_in(env, "SLURM_PROCID"), _number_in(env, "SLURM_NTASKS")
+        num_nodes = _number_in(env, "SLURM_NNODES", _number_in(env, "SLURM_JOB_NUM_NODES", 1))
         local_world_size = _tasks_of_node(env, world_size, num_nodes)
-        local_rank = _number(env, "SLURM_LOCALID", rank % local_world_size)
-        node_rank = _number(env, "SLURM_NODEID", rank // local_world_size)
+        local_rank = _number_in(env, "SLURM_LOCALID", rank % local_world_size)
+        node_rank = _number_in(env, "SLURM_NODEID", rank // local_world_size)
     elif environ is None and dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return Rank(rank, world_size, rank, world_size, 0, 1)
@@ -85,7 +85,7 @@ def place_here() -> Rank:
     return started_as() or rank_from_launcher() or Rank()
 
 
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _number_in(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name, "").strip()
     if not text and default is not None:
         return default
@@ -170,7 +170,7 @@ def _tasks_of_node(env: Mapping[str, str], world_size: int, num_nodes: int) -> i
         r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
     ):
         counts += [int(tasks)] * int(repeats or 1)
-    node = _number(env, "SLURM_NODEID", 0)
+    node = _number_in(env, "SLURM_NODEID", 0)
     return max(1, counts[node] if node < len(counts) else -(-world_size // num_nodes))
 
 

@@ -20,11 +20,11 @@ import torch
 from trainloop._launch.failures import RestartPolicy, with_note
 from trainloop._launch.hosts import Hosts, meet_hosts
 from trainloop._launch.joining import backend_for
-from trainloop._launch.main_guard import check_main_guard, main_place
-from trainloop._launch.module_state import LoadedCode, dumped_modules
 from trainloop._launch.output import Outlets, targets_here
 from trainloop._launch.rank_process import started_by_launch
-from trainloop._launch.settings import dumped_settings
+from trainloop._launch.script.main_guard import check_main_guard, main_place
+from trainloop._launch.script.module_state import LoadedCode, dumped_modules
+from trainloop._launch.script.settings import dumped_settings
 from trainloop._launch.spawning import Ranks, server_modules
 from trainloop._launch.work import RunSpec, StartFiles, Task
 from trainloop._processes.fork_server import (
@@ -124,8 +124,8 @@ def launch(
     Notes
     -----
     The caller's environment, random state, threads, signal handlers and process group are left unchanged. Ranks apply
-    its process-wide settings and the state of the user's modules: see :mod:`trainloop._launch.settings` and
-    :mod:`trainloop._launch.module_state`.
+    its process-wide settings and the state of the user's modules: see :mod:`trainloop._launch.script.settings` and
+    :mod:`trainloop._launch.script.module_state`.
     """
     _check_caller()
     check_main_guard()
@@ -217,7 +217,7 @@ class _Starts:
             try:
                 with _terminate_ranks_on_error(ranks):
                     if not are_up:
-                        _start(ranks, self._processes)
+                        _start_processes(ranks, self._processes)
                         if self._first:
                             received.raise_if_any()  # check again: the server's imports may have taken a long time
                     self._first = False  # from here on a signal makes ranks write a checkpoint before they stop
@@ -301,7 +301,7 @@ def _new_ranks(run: RunSpec, hosts: Hosts | None, undo: contextlib.ExitStack) ->
     """Return ranks that are not started yet, and create the files of one start; ``undo`` removes both."""
     ranks_per_node = run.local_world_size
     token = f"{os.getpid()}-{time.monotonic_ns()}"
-    file = partial(_file, undo)
+    file = partial(_unnamed_file, undo)
     outlets = Outlets()
     undo.callback(outlets.close)
     files = StartFiles(
@@ -331,7 +331,7 @@ def _terminate_ranks_on_error(ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def _file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
+def _unnamed_file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
     """Return a descriptor of an unnamed file; ``undo`` closes it."""
     fd = anonymous_file(name)
     undo.callback(close_file, fd)
@@ -369,7 +369,7 @@ def _begin_server(method: str) -> bool:
     return True
 
 
-def _start(ranks: Ranks, processes: _Processes) -> None:
+def _start_processes(ranks: Ranks, processes: _Processes) -> None:
     """Start the ranks' processes; without a server, this one and later ones are spawned."""
     if processes.served:
         try:

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from trainloop._launch.settings import loggers, standard_stream_of
+from trainloop._launch.script.settings import loggers, standard_stream_of
 from trainloop._support.output import GuardedStream, unguarded
 from trainloop._support.user_line import warn
 from trainloop.distributed import Rank
@@ -166,12 +166,12 @@ class _SendingHandler(HandlerOfRank):
         if any(standard_stream_of(one) is None and type(one) is not logging.NullHandler for one in others):
             return
         try:
-            self._sender.send(("log", self._logger, _plain(record, self._me)))
+            self._sender.send(("log", self._logger, _picklable_record(record, self._me)))
         except Exception:
             self.handleError(record)
 
 
-def _plain(record: logging.LogRecord, me: Rank) -> dict[str, Any]:
+def _picklable_record(record: logging.LogRecord, me: Rank) -> dict[str, Any]:
     """Return a record's attributes, which can be pickled: with its message, and the traceback as text."""
     plain = copy.copy(record)
     message = record.getMessage()

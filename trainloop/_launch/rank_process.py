@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from trainloop._launch.failures import failure_of, write_record
-from trainloop._launch.main_guard import take_main_place
-from trainloop._launch.module_state import receive_modules
 from trainloop._launch.output import Report, Sender, quieten_log_streams, rank_handlers, rank_streams
-from trainloop._launch.settings import apply_settings
+from trainloop._launch.script.main_guard import take_main_place
+from trainloop._launch.script.module_state import receive_modules
+from trainloop._launch.script.settings import apply_settings
 from trainloop._launch.work import LAUNCH_VARIABLE, RunSpec, StartFiles, Task, next_work
 from trainloop._support.forks import guard_forks
 from trainloop._support.platform import process_config, resource
@@ -111,7 +111,7 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
         faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
     end_with_parent(files.caller_fd)
     guard_forks()
-    while (exitcode := _work(run, files, work.task, me, slots, received)) == 0 and run.outlives_work:
+    while (exitcode := _do_work(run, files, work.task, me, slots, received)) == 0 and run.outlives_work:
         os.close(received[work.task.handle.fd])
         gc.collect()  # releases the caller's shared memory
         with contextlib.suppress(OSError):  # the launching process has ended; the next line detects that
@@ -122,10 +122,12 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
         work, received = given
         work.apply()
     leave_group()
-    _leave(exitcode)
+    _end_process(exitcode)
 
 
-def _work(run: RunSpec, files: StartFiles, task: Task, me: Rank, slots: memoryview, received: Mapping[int, int]) -> int:
+def _do_work(
+    run: RunSpec, files: StartFiles, task: Task, me: Rank, slots: memoryview, received: Mapping[int, int]
+) -> int:
     """Open the payload, do its work and write the result; return the exit code, 0 for success."""
     global _result_file, _own_state
     _result_file = ResultFile(files.result_fd)
@@ -273,7 +275,7 @@ def _fail(error: BaseException, record_fd: int, me: Rank, stop: SharedStop, slot
     return failure.exitcode or 1
 
 
-def _leave(exitcode: int) -> None:
+def _end_process(exitcode: int) -> None:
     """Join threads, run exit handlers and end this process, without finalizing the interpreter.
 
     Native threads, such as those of a process group, may still be running. A thread that requests the GIL of an

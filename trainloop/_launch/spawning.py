@@ -142,9 +142,9 @@ class Ranks:
         """Send the ranks their first task."""
         self._begun = True
         work = Work(self._run, self._files, task, {})
-        self._send(work, lambda local_rank: [*self._files.descriptors(local_rank), *task.fds])
+        self._send_work(work, lambda local_rank: [*self._files.descriptors(local_rank), *task.fds])
 
-    def _send(self, work: Work, descriptors: Callable[[int], list[int]]) -> None:
+    def _send_work(self, work: Work, descriptors: Callable[[int], list[int]]) -> None:
         for r, line in enumerate(self._lines):
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a rank that has died is found by watch()
                 work.send_over(line, descriptors(r))
@@ -185,7 +185,7 @@ class Ranks:
                 received = ReceivedSignals()
                 received.note(self.stop.requested)
                 received.raise_if_any()
-            if self._notice() or any(self._state(r) == State.TIMED_OUT for r in self._locals()):
+            if self._notice() or any(self._state_of(r) == State.TIMED_OUT for r in self._locals()):
                 self.fail()
             if self._hosts is not None and self._hosts.failure() is not None:
                 self.fail()
@@ -193,10 +193,10 @@ class Ranks:
                 if self._notice():  # a rank may have failed since the check above
                     self.fail()
                 return
-            if self._run.outlives_work and not busy and all(self._state(r) == State.DONE for r in self._locals()):
+            if self._run.outlives_work and not busy and all(self._state_of(r) == State.DONE for r in self._locals()):
                 return
             overdue = self._overdue()
-            if overdue and self._state(overdue[0]) == State.DONE:
+            if overdue and self._state_of(overdue[0]) == State.DONE:
                 self._end_lingering(overdue)
                 return
             if overdue:
@@ -236,7 +236,7 @@ class Ranks:
         changed = {name: env.get(name) for name in {*env, *self._env} if env.get(name) != self._env.get(name)}
         work = Work(self._run, self._files, task, changed, folder, cpus if cpus != self._cpus else None)
         self._env, self._cpus = env, cpus
-        self._send(work, lambda local_rank: list(task.fds))
+        self._send_work(work, lambda local_rank: list(task.fds))
 
     def _locals(self) -> range:
         return range(len(self._processes))
@@ -244,11 +244,11 @@ class Ranks:
     def _alive(self) -> list[int]:
         return [r for r in self._locals() if self._processes[r].is_alive()]
 
-    def _state(self, local_rank: int) -> int:
+    def _state_of(self, local_rank: int) -> int:
         return self._slots[SharedStop.num_slots(self._run.local_world_size) + local_rank]
 
     def _overdue(self) -> list[int]:
-        signs = [Sign(self.stop.boundary_of(r), self._state(r) != State.DONE) for r in self._locals()]
+        signs = [Sign(self.stop.boundary_of(r), self._state_of(r) != State.DONE) for r in self._locals()]
         elsewhere = self._hosts.done_since if self._hosts is not None else None
         return self._liveness.overdue(signs, time.monotonic(), done_elsewhere_since=elsewhere)
 
@@ -265,7 +265,7 @@ class Ranks:
             if record is not None:
                 self._failures[r] = record
             elif r not in ended_by_us and ended:
-                if self._state(r) == State.DONE and process.exitcode == 0:
+                if self._state_of(r) == State.DONE and process.exitcode == 0:
                     continue
                 by_watchdog = self._ended_by_watchdog(r)
                 timeout = by_watchdog and self._liveness.silent_s(r, time.monotonic()) > self._run.timeout_s / 2
@@ -296,8 +296,8 @@ class Ranks:
         stacks: dict[int, str] = {}
         hanging: list[int] = []
         elsewhere = self._hosts.failure() if self._hosts is not None else None
-        self._report()  # immediately, since the other hosts do not wait for long
-        timed_out = [r for r in self._locals() if self._state(r) == State.TIMED_OUT]
+        self._report_first_failure()  # immediately, since the other hosts do not wait for long
+        timed_out = [r for r in self._locals() if self._state_of(r) == State.TIMED_OUT]
         if any(failure.timeout for failure in self._failures.values()):
             # The watchdogs of the waiting ranks will soon end the waiting ranks, too, but not the hanging rank.
             self._join(_UNWIND_S)
@@ -307,7 +307,7 @@ class Ranks:
             first = self._run.first_rank
             # Read the stacks before sending the signal, which may interrupt a system call. A rank that is about to
             # report does not hang.
-            reported = {first + r for r in self._locals() if r in self._failures or self._state(r) == State.FAILING}
+            reported = {first + r for r in self._locals() if r in self._failures or self._state_of(r) == State.FAILING}
             stacks = self._stacks()
             boundaries = {first + r: self.stop.boundary_of(r) for r in self._locals()}
             hanging = hanging_ranks({r: stack for r, stack in stacks.items() if r not in reported}, boundaries)
@@ -350,7 +350,7 @@ class Ranks:
         kind = DisturbedStartError.__name__
         return next((failure.message for failure in self._failures.values() if failure.type == kind), "")
 
-    def _report(self, *, consequence: bool = False) -> Failure | None:
+    def _report_first_failure(self, *, consequence: bool = False) -> Failure | None:
         """Report this host's first failure to the other hosts, and return it; None if no rank failed.
 
         A failure that is a consequence is reported only if ``consequence`` is True.
@@ -365,16 +365,16 @@ class Ranks:
 
     def _first_failure(self, elsewhere: Failure | None) -> Failure:
         """Return the run's first failure: this host's failure, ``elsewhere``, or a failure that arrives soon."""
-        cause = self._report() or elsewhere
+        cause = self._report_first_failure() or elsewhere
         if cause is None and self._hosts is not None:
             cause = self._hosts.wait_for_failure(_REPORT_S)
-        cause = cause or self._report(consequence=True)
+        cause = cause or self._report_first_failure(consequence=True)
         assert cause is not None
         return cause
 
     def end(self) -> list[int]:
         """End all ranks, first by a request, then by signals; return the global ranks whose work was not finished."""
-        running = [self._run.first_rank + r for r in self._locals() if self._state(r) != State.DONE]
+        running = [self._run.first_rank + r for r in self._locals() if self._state_of(r) != State.DONE]
         if not self._begun:
             for process in self._processes:
                 process.kill()  # the rank is waiting for work, so it has nothing to unwind
@@ -385,13 +385,13 @@ class Ranks:
             _kill_strays({mark for r, mark in enumerate(self._line_marks) if r not in alive})
         self._join(_UNWIND_S)
         deadline = time.monotonic() + _RESCUE_S
-        while any(self._state(r) == State.RESCUING for r in self._alive()) and time.monotonic() < deadline:
+        while any(self._state_of(r) == State.RESCUING for r in self._alive()) and time.monotonic() < deadline:
             self._join(0.05)
         self._notice()
         signalled = frozenset(self._alive())
         for r in signalled:
             # Don't signal ranks whose work is over: their interpreter is about to end.
-            if self._state(r) not in (State.DONE, State.FAILED):
+            if self._state_of(r) not in (State.DONE, State.FAILED):
                 self._signal(r, signal.SIGTERM)
         self._join(_TERMINATE_S)
         for r in self._alive():
@@ -424,7 +424,7 @@ class Ranks:
         tracebacks = {r: failure.traceback for r, failure in self._failures.items()}
         if ask and STACK_SIGNAL is not None:
             # A rank that is still starting has no handler yet: the signal would kill it.
-            requested = [r for r in ranks if self._processes[r].is_alive() and self._state(r) != State.STARTING]
+            requested = [r for r in ranks if self._processes[r].is_alive() and self._state_of(r) != State.STARTING]
             for r in requested:
                 self._signal(r, STACK_SIGNAL)
             deadline = time.monotonic() + _DUMP_S
@@ -438,7 +438,9 @@ class Ranks:
             if text:
                 stacks[self._run.first_rank + r] = text
             elif ask:
-                starting = "it is still starting (the script's imports?); " if self._state(r) == State.STARTING else ""
+                starting = (
+                    "it is still starting (the script's imports?); " if self._state_of(r) == State.STARTING else ""
+                )
                 stacks[self._run.first_rank + r] = f"none: {starting}{_process_state(self._processes[r])}"
         return stacks
 
@@ -449,7 +451,7 @@ class Ranks:
     def rescued(self) -> Any:
         """Return the result that local rank 0 sent although its work has failed; ``None`` if it sent none."""
         file = ResultFile(self._files.result_fd)
-        return file.read() if self._state(0) == State.FAILED and file.is_complete() else None
+        return file.read() if self._state_of(0) == State.FAILED and file.is_complete() else None
 
     def close(self) -> None:
         """End ranks that wait for more work, and release all processes' resources. No other rank may be alive."""

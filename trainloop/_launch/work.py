@@ -124,13 +124,13 @@ class Task:
     fds: tuple[int, ...]
     """Descriptors of the payload, and of the files that the payload refers to."""
     settings: bytes
-    """The caller's :func:`~trainloop._launch.settings.dumped_settings`."""
+    """The caller's :func:`~trainloop._launch.script.settings.dumped_settings`."""
     modules: bytes
-    """The caller's :func:`~trainloop._launch.module_state.dumped_modules`."""
+    """The caller's :func:`~trainloop._launch.script.module_state.dumped_modules`."""
     targets: Targets
     """The caller's streams and loggers that need the ranks' output."""
     main: tuple[str | None, str | None]
-    """File and module name of the running script; see :func:`~trainloop._launch.main_guard.main_place`."""
+    """File and module name of the running script; see :func:`~trainloop._launch.script.main_guard.main_place`."""
 
 
 @dataclass(frozen=True)

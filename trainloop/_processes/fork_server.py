@@ -382,14 +382,14 @@ def fixed_state(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     }
     if sys.platform != "linux":
         return variables
-    lines = _read("/proc/self/status").splitlines()
+    lines = _text_or_nothing("/proc/self/status").splitlines()
     status = dict(line.split(":", 1) for line in lines if line.startswith(_INHERITED))
     return {
         **variables,
         **status,
         "session": (os.getsid(0), os.getpgrp()),
         "priority": (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
-        **{name: _read(f"/proc/self/{name}") for name in ("cgroup", "oom_score_adj")},
+        **{name: _text_or_nothing(f"/proc/self/{name}") for name in ("cgroup", "oom_score_adj")},
         **{name: _link(f"/proc/self/{name}") for name in ("root", "ns/net", "ns/mnt", "ns/user")},
     }
 
@@ -402,7 +402,7 @@ def limits() -> dict[int, tuple[int, int]]:
     return {number: resource.getrlimit(number) for number in numbers}
 
 
-def _read(path: str) -> str:
+def _text_or_nothing(path: str) -> str:
     try:
         with open(path) as file:
             return file.read()
@@ -514,7 +514,7 @@ def set_threads() -> None:
         sys.modules["torch"].set_num_threads(number("OMP_NUM_THREADS"))
     # numpy's OpenBLAS.
     wanted = number("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
-    for path in set(re.findall(r"(/\S*openblas\S*)$", _read("/proc/self/maps"), re.MULTILINE)):
+    for path in set(re.findall(r"(/\S*openblas\S*)$", _text_or_nothing("/proc/self/maps"), re.MULTILINE)):
         library = ctypes.CDLL(path)
         for name in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads"):
             if hasattr(library, name):

@@ -57,7 +57,10 @@ def check_carried(model: nn.Module, gpu_mode: str) -> None:
 
 def carried_state_of(model: nn.Module) -> dict[str, Any]:
     """Return the state that this rank carries: CPU tensors, in the model's tuples, lists and dicts."""
-    return {path: _map(lambda t: t.detach().cpu(), getattr(module, name)) for path, module, name, _ in places_of(model)}
+    return {
+        path: _map_tensors(lambda t: t.detach().cpu(), getattr(module, name))
+        for path, module, name, _ in places_of(model)
+    }
 
 
 def load_carried_state(model: nn.Module, saved: list[dict[str, Any]], rank: int, world_size: int) -> None:
@@ -79,23 +82,25 @@ def load_carried_state(model: nn.Module, saved: list[dict[str, Any]], rank: int,
         if len(saved) == world_size:
             value = values[rank]
         else:
-            value = _part(_joined([value for value in values if value is not None], dim), dim, rank, world_size)
-        setattr(module, name, _map(lambda t: t.to(device).clone(), value))
+            value = _own_columns(
+                _join_columns([value for value in values if value is not None], dim), dim, rank, world_size
+            )
+        setattr(module, name, _map_tensors(lambda t: t.to(device).clone(), value))
 
 
-def _part(value: Any, dim: int, rank: int, world_size: int) -> Any:
+def _own_columns(value: Any, dim: int, rank: int, world_size: int) -> Any:
     """Return one rank's columns of a state."""
-    return _map(lambda t: t.tensor_split(world_size, dim)[rank] if t.ndim > dim else t, value)
+    return _map_tensors(lambda t: t.tensor_split(world_size, dim)[rank] if t.ndim > dim else t, value)
 
 
-def _joined(values: list[Any], dim: int) -> Any:
+def _join_columns(values: list[Any], dim: int) -> Any:
     """Join the columns of all ranks' states."""
     if values and isinstance(values[0], Tensor):
         return torch.cat(values, dim) if values[0].ndim > dim else values[0]
-    return map_together(lambda parts: _joined(parts, dim), values) if values else None
+    return map_together(lambda parts: _join_columns(parts, dim), values) if values else None
 
 
-def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
-    return map_parts(lambda part: _map(function, part), value)
+    return map_parts(lambda part: _map_tensors(function, part), value)

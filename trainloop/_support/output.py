@@ -30,11 +30,11 @@ class GuardedStream:
             written: int = self._guarded.write(text)
             return written
         except OSError as error:
-            self._report(error)
+            self._warn_once(error)
         except ValueError as error:  # it was closed
             if not getattr(self._guarded, "closed", False):
                 raise
-            self._report(error)
+            self._warn_once(error)
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -47,7 +47,7 @@ class GuardedStream:
         try:
             self._guarded.flush()
         except OSError as error:
-            self._report(error)
+            self._warn_once(error)
         except ValueError:
             # A closed stream has been flushed. (Python's logging flushes its handlers when the interpreter ends.)
             if not getattr(self._guarded, "closed", False):
@@ -61,7 +61,7 @@ class GuardedStream:
     def __iter__(self) -> Iterator[str]:
         return iter(self._guarded)
 
-    def _report(self, error: Exception) -> None:
+    def _warn_once(self, error: Exception) -> None:
         if self._failed:
             return
         self._failed = True

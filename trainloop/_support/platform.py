@@ -40,6 +40,7 @@ __all__ = [
     "set_blocked_signals",
     "signals_blocked",
     "unblock_signals",
+    "usable_cpus",
     "user_id",
     "user_name",
     "write_at",
@@ -93,6 +94,11 @@ def user_name(uid: int) -> str | None:
 def affinity(thread: int = 0) -> list[int]:
     """Return the CPUs that a thread may use, in order; empty if the system does not report them (macOS, Windows)."""
     return sorted(os.sched_getaffinity(thread)) if hasattr(os, "sched_getaffinity") else []
+
+
+def usable_cpus() -> list[int]:
+    """Return the CPUs that this process may use; all CPUs if the system does not report them."""
+    return affinity() or list(range(os.cpu_count() or 1))
 
 
 def set_affinity(cpus: Iterable[int], thread: int = 0) -> None:

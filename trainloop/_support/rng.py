@@ -66,7 +66,7 @@ class States(NamedTuple):
 
     def captured(self) -> dict[str, Any]:
         """Return the states in the form of :func:`capture`."""
-        state = _plain(self.python, self.numpy, self.torch)
+        state = _plain_states(self.python, self.numpy, self.torch)
         if self.cuda is not None:
             state["cuda"], state["cuda_device"] = self.cuda, self.cuda_device
         if self.mps is not None:
@@ -164,13 +164,13 @@ def _slow_states() -> list[Any]:
 def as_captured(states: tuple[Any, ...]) -> dict[str, Any]:
     """Convert the result of :meth:`Snapshots.take` into the form of :func:`capture`."""
     *of_cpu, device = states
-    captured = _plain(*of_cpu)
+    captured = _plain_states(*of_cpu)
     if device is not None:
         captured |= {"cuda": [device], "cuda_device": 0}
     return captured
 
 
-def _plain(python: tuple[Any, ...] | None, of_numpy: Any, of_torch: torch.Tensor) -> dict[str, Any]:
+def _plain_states(python: tuple[Any, ...] | None, of_numpy: Any, of_torch: torch.Tensor) -> dict[str, Any]:
     if python is None:
         return {"python": None, "numpy": None, "torch": of_torch}
     version, internal, gauss = python

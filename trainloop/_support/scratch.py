@@ -53,7 +53,7 @@ def scratch_folder(token: str) -> Iterator[Scratch]:
         Token of the launch. Semaphores that :func:`name_semaphores` has named after this token are removed, too.
     """
     remove_dead()
-    scratch = _make(parent=_parent_of_sockets())
+    scratch = _new_folder(parent=_parent_of_sockets())
     try:
         with open(os.path.join(scratch.path, _TOKEN + token), "x"):
             pass
@@ -75,7 +75,7 @@ def temporary_folder(prefix: str = _TEMPORARY, *, memory_bytes: int = 0) -> Scra
     Only this user can read it. With ``memory_bytes``, it is in shared memory if half of the shared memory remains free.
     """
     remove_dead()
-    return _make(prefix, SHARED_MEMORY if memory_bytes > 0 and _has_room(memory_bytes) else None)
+    return _new_folder(prefix, SHARED_MEMORY if memory_bytes > 0 and _has_room(memory_bytes) else None)
 
 
 def _has_room(nbytes: int) -> bool:
@@ -86,13 +86,13 @@ def _has_room(nbytes: int) -> bool:
     return usage.free - nbytes >= usage.total / 2
 
 
-def _make(prefix: str = PREFIX, parent: str | None = None) -> Scratch:
+def _new_folder(prefix: str = PREFIX, parent: str | None = None) -> Scratch:
     while True:
         path = tempfile.mkdtemp(prefix=prefix, dir=parent)
         if sys.platform == "win32":
             return Scratch(path, -1)
         try:
-            lock_fd = _lock(path)
+            lock_fd = _lock_folder(path)
         except OSError:  # no locks on this file system: later launches never remove the folder
             lock_fd = _opened(path)
         if lock_fd is not None:
@@ -152,7 +152,7 @@ def _opened(path: str) -> int:
         raise
 
 
-def _lock(path: str) -> int | None:
+def _lock_folder(path: str) -> int | None:
     """Return a descriptor that keeps the folder locked.
 
     ``None`` if another process has locked or removed the folder. Other errors are raised: on file systems without locks
@@ -182,7 +182,7 @@ def remove_dead() -> None:
             for entry in entries:
                 if entry.name.startswith((PREFIX, _TEMPORARY)) and _is_own_folder(entry):
                     with contextlib.suppress(OSError):
-                        lock_fd = _lock(entry.path)
+                        lock_fd = _lock_folder(entry.path)
                         if lock_fd is not None:
                             remove(Scratch(entry.path, lock_fd))
 

@@ -40,12 +40,12 @@ def set_user_place(caller: Place) -> None:
 
 def user_place() -> Place:
     """Return the user's line; if this process's stack has none, return the line in the caller's process."""
-    return _found()[0]
+    return _find_user_line()[0]
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn like ``warnings.warn``, but at the user's line, however many calls and decorators are in between."""
-    place, registry = _found()
+    place, registry = _find_user_line()
     warnings.warn_explicit(message, category, place.file, place.line, module=place.module, registry=registry)
 
 
@@ -62,7 +62,7 @@ def described_names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _found() -> tuple[Place, dict[Any, Any]]:
+def _find_user_line() -> tuple[Place, dict[Any, Any]]:
     torch = sys.modules.get("torch")
     between = _BETWEEN if torch is None else (*_BETWEEN, os.path.dirname(torch.__file__ or "") + os.sep)
     frame: FrameType = sys._getframe(1)

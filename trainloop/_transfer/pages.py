@@ -191,7 +191,7 @@ class MovedPages:
             length = min(_CHUNK, last - begin)
             there = place + begin - address
             write_all(self._fd, memory_at(begin, length), there)
-            self._map(begin, length, _MAP_PRIVATE | _MAP_FIXED, self._fd, there)
+            self._mmap(begin, length, _MAP_PRIVATE | _MAP_FIXED, self._fd, there)
             self._moved.append((begin, length, there))
         return True
 
@@ -200,7 +200,7 @@ class MovedPages:
         while self._moved:
             address, nbytes, place = self._moved.pop()
             # Fill the new pages first, then move them over the old ones: the contents are readable at any moment.
-            fresh = self._map(0, nbytes, _MAP_PRIVATE | _MAP_ANONYMOUS, -1, 0)
+            fresh = self._mmap(0, nbytes, _MAP_PRIVATE | _MAP_ANONYMOUS, -1, 0)
             ctypes.memmove(fresh, address, nbytes)
             assert self._libc is not None
             if self._libc.mremap(fresh, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, address) == _FAILED:
@@ -213,7 +213,7 @@ class MovedPages:
         index = bisect.bisect_right(self._starts, first) - 1
         return index >= 0 and last <= self._ends[index]
 
-    def _map(self, address: int, nbytes: int, flags: int, fd: int, place: int) -> int:
+    def _mmap(self, address: int, nbytes: int, flags: int, fd: int, place: int) -> int:
         assert self._libc is not None
         result: int = self._libc.mmap(address, nbytes, _READ_WRITE, flags, fd, place)
         if result == _FAILED:

@@ -151,7 +151,7 @@ def _lay_out(
     """Write the buffers behind the stream; memory that several buffers share is written once."""
     count = len(buffers)
     raw = [buffer.raw() for buffer in buffers]
-    begin = np.fromiter((_address(view) for view in raw), np.int64, count)
+    begin = np.fromiter((_address_in_memory(view) for view in raw), np.int64, count)
     nbytes = np.fromiter((view.nbytes for view in raw), np.int64, count)
     region_of, first, last = _regions(begin, begin + nbytes)
     sizes = last - first
@@ -192,7 +192,7 @@ def _regions(begin: Any, end: Any) -> tuple[Any, Any, Any]:
     return region_of, begin[order][starts], reach[last]
 
 
-def _address(view: memoryview) -> int:
+def _address_in_memory(view: memoryview) -> int:
     address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
     return address
 

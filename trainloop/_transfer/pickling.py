@@ -201,7 +201,7 @@ class Pickler(cloudpickle.Pickler):
             if stream is getattr(sys, name):
                 return getattr, (sys, name)
         # cloudpickle would send a copy of an open file's contents.
-        return _refuse(self, stream) if type(stream) is io.TextIOWrapper else NotImplemented
+        return _refuse_pickling(self, stream) if type(stream) is io.TextIOWrapper else NotImplemented
 
     def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
         """Return the reduction of an array as a view of memory, with any strides."""
@@ -292,7 +292,7 @@ def _reduce_memoryview(pickler: Pickler, view: memoryview) -> Any:
     return _memoryview, (pickle.PickleBuffer(view), view.format, view.shape)
 
 
-def _refuse(pickler: Pickler, obj: Any) -> Any:
+def _refuse_pickling(pickler: Pickler, obj: Any) -> Any:
     raise TypeError(f"cannot pickle {type(obj).__qualname__!r} object")
 
 
@@ -349,7 +349,7 @@ _SPECIAL: list[tuple[Any, Callable[[Any, Any], Any]]] = [
     (np.ndarray, lambda pickler, obj: pickler._reduce_array(obj)),
     (memoryview, _reduce_memoryview),
     (io.TextIOBase, lambda pickler, obj: pickler._reduce_text_stream(obj)),
-    ((torch.Stream, torch.Event), _refuse),  # their handles are valid in one process only
+    ((torch.Stream, torch.Event), _refuse_pickling),  # their handles are valid in one process only
     (DataLoader, _without_iterator),
     (functools.cached_property, _reduce_cached_property),
     (weakref.WeakKeyDictionary, _reduce_weak_keys),  # functools.singledispatch has one

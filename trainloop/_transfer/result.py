@@ -112,16 +112,16 @@ class ResultFile:
 
     def read(self) -> Any:
         """Return the result, with its tensors on the CPU. The file is emptied, but not truncated: ranks may map it."""
-        stream_at, size, table_at, count = np.frombuffer(self._taken(0, 8 * _HEAD), np.int64).tolist()
-        table = np.frombuffer(self._taken(table_at, 16 * count), np.int64).reshape(-1, 2).tolist()
-        stream = self._taken(stream_at, size)
-        buffers = (self._taken(place, nbytes) for place, nbytes in table)
+        stream_at, size, table_at, count = np.frombuffer(self._read_and_free(0, 8 * _HEAD), np.int64).tolist()
+        table = np.frombuffer(self._read_and_free(table_at, 16 * count), np.int64).reshape(-1, 2).tolist()
+        stream = self._read_and_free(stream_at, size)
+        buffers = (self._read_and_free(place, nbytes) for place, nbytes in table)
         with load_device(None), explained_rebuilding():
             result = pickle.loads(stream, buffers=buffers)
         punch_hole(self._fd, 0, os.fstat(self._fd).st_size)
         return result
 
-    def _taken(self, place: int, nbytes: int) -> bytearray:
+    def _read_and_free(self, place: int, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
         view, offset = memoryview(data), place
         while view.nbytes:

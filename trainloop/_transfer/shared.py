@@ -78,7 +78,8 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
         elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial, tuple)):
             if isinstance(obj, types.FunctionType) and "<" in obj.__qualname__:  # others are sent by their names
                 found[path] = obj
-            queue.extend((path + suffix, part) for suffix, part in _held(obj))  # only the parts can be written to
+            # Only the parts can be written to.
+            queue.extend((path + suffix, part) for suffix, part in _changeable_parts(obj))
         elif isinstance(obj, types.CellType):
             contents = _contents(obj)
             if not contents or not isinstance(contents[0], _DATA):
@@ -94,7 +95,7 @@ def shared_parts(roots: Mapping[str, object], apart: Mapping[int, object]) -> di
     return found
 
 
-def _held(obj: Any) -> Iterator[tuple[str, Any]]:
+def _changeable_parts(obj: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, tuple):
         yield from ((f".{i}", part) for i, part in enumerate(obj[:_LONG]))
     elif isinstance(obj, types.MethodType):
@@ -195,13 +196,13 @@ def changed_parts(
                 continue
             # Check the entries one by one.
             can = {key for key, value in now.items() if fingerprint((key, value), known) is not None}
-            others = ", ".join(_named(key) for key in now if key not in can)
+            others = ", ".join(_shown_key(key) for key in now if key not in can)
             warn(f"{path}: {others} can no longer be pickled, so your process keeps the old value.")
             changed[path] = {key: value if key in can else KEPT for key, value in now.items()}
     return changed
 
 
-def _named(key: object) -> str:
+def _shown_key(key: object) -> str:
     """Return a key as a warning shows it; an optimizer's state has parameters as keys."""
     return f"a parameter of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else str(key)
 

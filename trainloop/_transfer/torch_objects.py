@@ -77,7 +77,7 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # -- by name -----------------------------------------------------------------------------------------------------------
 
 
-def _named(path: str) -> Any:
+def _object_at(path: str) -> Any:
     """Return the object at a dotted path that begins with a module."""
     module, _, rest = path.partition(".")
     found: Any = importlib.import_module(module)
@@ -95,13 +95,13 @@ def _reduce_module_like(pickler: Any, module: types.ModuleType) -> Any:
     if sys.modules.get(name) is module:
         return importlib.import_module, (name,)
     try:
-        return (_named, (name,)) if _named(name) is module else NotImplemented
+        return (_object_at, (name,)) if _object_at(name) is module else NotImplemented
     except Exception:  # any error of a module's __getattr__
         return NotImplemented
 
 
 def _reduce_operator(pickler: Any, operator: Any) -> Any:
-    return _named, (f"torch.ops.{operator}",)
+    return _object_at, (f"torch.ops.{operator}",)
 
 
 def _reduce_number_info(pickler: Any, info: Any) -> Any:
@@ -110,7 +110,7 @@ def _reduce_number_info(pickler: Any, info: Any) -> Any:
 
 def _reduce_generator(pickler: Any, generator: torch.Generator) -> Any:
     # A process's default generator maps to the other process's default one.
-    return (_named, ("torch.default_generator",)) if generator is torch.default_generator else NotImplemented
+    return (_object_at, ("torch.default_generator",)) if generator is torch.default_generator else NotImplemented
 
 
 _BY_KIND: dict[type, Callable[[Any, Any], Any]] = {
@@ -152,7 +152,7 @@ def _new(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
-def _state(kind: Any, module: nn.Module) -> Any:
+def _state_of_module(kind: Any, module: nn.Module) -> Any:
     get_state = getattr(kind, "__getstate__", None)
     return dict(module.__dict__) if get_state is None else get_state(module)
 
@@ -160,7 +160,7 @@ def _state(kind: Any, module: nn.Module) -> Any:
 def _reduce_parametrized_module(pickler: Any, module: nn.Module) -> Any:
     kind = unparametrized_class(type(module))
     names = tuple(module.parametrizations)  # type: ignore[arg-type]
-    return _new_parametrized, (kind, names), _state(kind, module)
+    return _new_parametrized, (kind, names), _state_of_module(kind, module)
 
 
 def _new_parametrized(kind: Any, names: tuple[str, ...]) -> nn.Module:

@@ -57,7 +57,7 @@ def find_unpicklable(roots: Mapping[str, object]) -> list[Unpicklable]:
         visited.add(id(obj))
         advice = _known_advice(obj)
         # Name an object that is valid in one process only, not a part of this object: a thread, not its lock.
-        parts = [] if advice else _failing((path + suffix, part) for suffix, part in _parts(obj))
+        parts = [] if advice else _failing((path + suffix, part) for suffix, part in _parts_by_path(obj))
         keep += parts
         queue.extend(parts)
         if not parts and (error := _error_of(obj)) is not None:
@@ -134,7 +134,7 @@ def _failing(parts: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+def _parts_by_path(obj: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(obj, functools.partial):
         yield ".func", obj.func
         yield from ((f".args[{i}]", value) for i, value in enumerate(obj.args))
@@ -153,11 +153,11 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     elif type(obj) in (list, tuple, set, frozenset, deque):
         yield from ((f"[{i}]", value) for i, value in enumerate(obj))
     elif isinstance(obj, types.MappingProxyType) or type(obj) is dict:
-        yield from _items(obj.items())
+        yield from _items_by_path(obj.items())
     elif isinstance(obj, Tensor):
-        yield from _attributes(obj, vars(obj))
+        yield from _attribute_parts(obj, vars(obj))
     elif isinstance(obj, Optimizer):  # its own __reduce__ leaves out most attributes, which are sent
-        yield from _attributes(obj, optimizer_state(obj))
+        yield from _attribute_parts(obj, optimizer_state(obj))
     else:
         yield from _reduced_parts(obj)
 
@@ -167,7 +167,7 @@ def _is_pythons(name: str, value: object) -> bool:
     return name == "_abc_impl" or isinstance(value, (types.GetSetDescriptorType, types.MemberDescriptorType))
 
 
-def _items(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Any]]:
+def _items_by_path(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Any]]:
     for key, value in items:
         yield f"[{_short(key)}]", value
         if not isinstance(key, (str, int)):
@@ -215,14 +215,14 @@ def _reduced_parts(obj: Any) -> Iterator[tuple[str, Any]]:
         state, slots = state
     for part in (state, slots):
         if isinstance(part, dict):
-            yield from _attributes(obj, part)
+            yield from _attribute_parts(obj, part)
         elif part is not None:
             yield ".<state>", part
     yield from ((f"[{i}]", value) for i, value in enumerate(items or ()))
-    yield from _items(pairs or ())
+    yield from _items_by_path(pairs or ())
 
 
-def _attributes(obj: Any, state: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+def _attribute_parts(obj: Any, state: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in state.items():
         if isinstance(obj, nn.Module) and name in ("_modules", "_parameters", "_buffers"):
             yield from ((_attribute(child), part) for child, part in value.items())

@@ -114,7 +114,7 @@ class Monitor:
         """
         self._seen = len(loop.history.get(self.name, ()))
         self._seen_step = max(loop.history.step_indices(self.name), default=-1)
-        self._seen_value = self._shown(loop)
+        self._seen_value = self._shown_progress(loop)
         cut = getattr(loop, "cut", None)
         if cut is not None and cut["place"]["epoch"] in loop.history.epochs(self.name)[-1:]:
             self._seen -= 1  # this epoch continues, and gets another value in place of that one
@@ -205,13 +205,13 @@ class Monitor:
         epochs = history.epochs(self.name)
         if not epochs or epochs[-1] != loop.history_epoch:
             return None
-        shown = self._shown(loop)
+        shown = self._shown_progress(loop)
         if not ranks and shown == self._seen_value:
             return None
         self._seen_value, self._seen_epoch = shown, epochs[-1]
         return float(history[self.name][-1])
 
-    def _shown(self, loop: Any) -> str:
+    def _shown_progress(self, loop: Any) -> str:
         values = loop.history.get(self.name, ())
         return f"{len(values)}: {values[-1]}" if values else ""
 

@@ -83,7 +83,7 @@ def export_from(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]
         with open(temporary, "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             file.truncate(8 + len(text) + end)
-        _write(temporary, 8 + len(text), end, model)
+        _write_tensors(temporary, 8 + len(text), end, model)
         os.replace(temporary, target)
     except OSError as error:
         raise ConfigurationError(f"{target} can't be written: {error.strerror}. Choose another path.") from error
@@ -104,7 +104,7 @@ def _newest_of(checkpoint: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]
     return text, load(checkpoint, whole=False)
 
 
-def _write(path: str, start: int, size: int, model: dict[str, Any]) -> None:
+def _write_tensors(path: str, start: int, size: int, model: dict[str, Any]) -> None:
     """Write the tensors, part by part, into the last ``size`` bytes of a file, which begin at ``start``."""
     room = torch.from_file(path, shared=True, size=start + size, dtype=torch.uint8)[start:]
     for value in model.values():

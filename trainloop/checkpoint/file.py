@@ -128,10 +128,10 @@ def save(
     info = info or CheckpointInfo()
     body = plain(state, tensor=lambda t: t.cpu())
     where, name = split_file(path)
-    where.write(name, lambda file: _write(file, body, info), writer=info.run, durable=durable)
+    where.write(name, lambda file: _write_with_checksums(file, body, info), writer=info.run, durable=durable)
 
 
-def _write(file: BinaryIO, body: Any, info: CheckpointInfo) -> None:
+def _write_with_checksums(file: BinaryIO, body: Any, info: CheckpointInfo) -> None:
     out = _Checksummed(file)
     torch.save(for_file(body), cast(BinaryIO, out))  # torch.save uses only write() and flush()
     if out.error is not None:
@@ -262,28 +262,28 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
         text = os.path.abspath(os.path.expanduser(text))
         inner = os.path.join(text, sharded.STATE)
         if os.path.exists(inner):
-            state = _read(inner)
+            state = _read_verified(inner)
             if not isinstance(state.get("shards"), dict):
                 raise CheckpointError(f"{inner} is not the state of a sharded checkpoint. Pass its path.")
-            return _joined(text, state, whole=whole)
+            return _with_tensors_of_ranks(text, state, whole=whole)
         newest = load_newest(text, whole=whole)
         if newest is None:
             raise CheckpointError(f"{text} is a folder without a checkpoint. Pass a checkpoint's path.")
         return newest[1]
-    state = _read(text)
+    state = _read_verified(text)
     if os.path.basename(text) == sharded.STATE and isinstance(state.get("shards"), dict):
-        return _joined(os.path.dirname(os.path.abspath(os.path.expanduser(text))), state, whole=whole)
+        return _with_tensors_of_ranks(os.path.dirname(os.path.abspath(os.path.expanduser(text))), state, whole=whole)
     return state
 
 
-def _joined(folder: str, state: dict[str, Any], *, whole: bool) -> dict[str, Any]:
+def _with_tensors_of_ranks(folder: str, state: dict[str, Any], *, whole: bool) -> dict[str, Any]:
     """Return the state of a sharded checkpoint, with the tensors from its other files."""
     sharded.verify_files(folder, state)
     state = sharded.stored_tensors(state, folder)
     return sharded.whole_of(state) if whole else state
 
 
-def _read(path: str) -> dict[str, Any]:
+def _read_verified(path: str) -> dict[str, Any]:
     """Return the content of a checkpoint's file, after verifying its checksum."""
     where, name = split_file(path)
     shown = where.path(name)

@@ -25,11 +25,11 @@ _FACTORIES: dict[str | None, Any] = {None: None} | {
 _MARK = "trainloop.container"
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor] = _same) -> Any:
+def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor] = _unchanged) -> Any:
     """Convert a value to the types that a checkpoint may contain, so that reading it runs no code.
 
     ==============================================  ==================================================================
@@ -71,7 +71,7 @@ def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor
         return tensor(_tensor_from_array(value, where))
     if isinstance(value, np.generic):
         number = value.item()
-        return _refuse(value, where) if isinstance(number, np.generic) else plain(number, where)
+        return _refuse_type(value, where) if isinstance(number, np.generic) else plain(number, where)
     if isinstance(value, Mapping):
         return _plain_mapping(value, where, tensor)
     if isinstance(value, tuple):
@@ -86,7 +86,7 @@ def plain(value: Any, where: str = "state", *, tensor: Callable[[Tensor], Tensor
     for base in _BASES:
         if isinstance(value, base):
             return base(value)
-    return _refuse(value, where)
+    return _refuse_type(value, where)
 
 
 def _plain_mapping(value: Mapping[Any, Any], where: str, tensor: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
@@ -108,11 +108,11 @@ def _plain_mapping(value: Mapping[Any, Any], where: str, tensor: Callable[[Tenso
 def _plain_tensor(value: Tensor, where: str) -> Tensor:
     found = value.detach()
     if found.is_meta:  # the tensor has no data
-        return _refuse(value, where)
+        return _refuse_type(value, where)
     if is_traceable_wrapper_subclass(found):
         # A library allows its classes with add_safe_globals. A DTensor is rejected, because it is only a shard.
         safe = type(found) in get_safe_globals() and not hasattr(found, "device_mesh")
-        return found if safe else _refuse(value, where)
+        return found if safe else _refuse_type(value, where)
     if type(found) is not Tensor:
         found = found.as_subclass(Tensor)
     if _has_storage(found) and found.untyped_storage().nbytes() != found.nbytes:
@@ -128,7 +128,7 @@ def _tensor_from_array(value: np.ndarray[Any, Any], where: str) -> Tensor:
     try:
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
     except TypeError:
-        return _refuse(value, where)
+        return _refuse_type(value, where)
 
 
 def _with_parts(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -165,7 +165,7 @@ def from_file(value: Any) -> Any:
     return deque(value.values(), argument) if kind == "deque" else defaultdict(_FACTORIES[argument], value)
 
 
-def _refuse(value: Any, where: str) -> NoReturn:
+def _refuse_type(value: Any, where: str) -> NoReturn:
     kind = type(value)
     dtype = f" of {value.dtype}" if isinstance(value, (np.ndarray, np.generic, Tensor)) else ""
     raise CheckpointError(
@@ -199,7 +199,7 @@ class HostCopy:
         CheckpointError
             As in :func:`plain`.
         """
-        tensors, state = _tensors(state)
+        tensors, state = _tensors_and_state(state)
         distinct = {_identity(tensor): tensor for tensor in tensors}
         copied = self._reserved(distinct)
         for key, tensor in distinct.items():
@@ -222,19 +222,19 @@ class HostCopy:
         for key, tensor in tensors.items():
             if not _has_storage(tensor):
                 continue
-            if free.get(_form(tensor)):
-                reserved[key] = free[_form(tensor)].pop()
+            if free.get(_memory_form(tensor)):
+                reserved[key] = free[_memory_form(tensor)].pop()
             elif tensor.is_cuda:
                 pinned[key] = tensor
             else:
                 reserved[key] = torch.empty_like(tensor, device="cpu")
         reserved.update(zip(pinned, pinned_like(list(pinned.values())), strict=True))
         for key, buffer in reserved.items():
-            self._buffers.setdefault(_form(tensors[key]), []).append(buffer)
+            self._buffers.setdefault(_memory_form(tensors[key]), []).append(buffer)
         return reserved
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_form(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.is_cuda, tensor.shape, tensor.stride(), tensor.dtype)
 
 
@@ -279,7 +279,7 @@ def pinned_like(tensors: Sequence[Tensor], allocate: Callable[[int], Tensor] = _
     return [found[i] for i in range(len(tensors))]
 
 
-def _tensors(state: Any) -> tuple[list[Tensor], Any]:
+def _tensors_and_state(state: Any) -> tuple[list[Tensor], Any]:
     """Return the tensors of ``plain(state)``, in the order in which ``plain`` visits them, and the state itself."""
     tensors: list[Tensor] = []
 

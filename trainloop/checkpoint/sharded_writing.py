@@ -145,7 +145,7 @@ class FolderWriting:
         except Exception as problem:  # such as a full disk
             error = problem
         if self._rank:
-            _report(self._folder, self._rank, report, error)
+            _report_to_rank_zero(self._folder, self._rank, report, error)
             return None
         try:
             if error is not None:
@@ -203,7 +203,7 @@ class FolderWriting:
         return report
 
 
-def _report(folder: str, rank: int, report: dict[str, Any], error: Exception | None) -> None:
+def _report_to_rank_zero(folder: str, rank: int, report: dict[str, Any], error: Exception | None) -> None:
     """Write this rank's report or error for rank 0, atomically."""
     path = os.path.join(folder, _REPORTED.format(rank))
     if error is None:

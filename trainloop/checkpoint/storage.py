@@ -97,7 +97,7 @@ class Folder:
     def entries(self) -> dict[str, str]:
         """Return each entry's kind (``file``, ``directory``, ...) by name, sorted; empty if the folder is missing."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.location) as entries:
-            return {entry.name: _kind_of(entry) for entry in sorted(entries, key=lambda entry: entry.name)}
+            return {entry.name: _kind_of_entry(entry) for entry in sorted(entries, key=lambda entry: entry.name)}
         return {}
 
     def exists(self) -> bool:
@@ -122,7 +122,7 @@ class Folder:
         durable : bool
             If True, return only when the file would survive a power failure.
         """
-        self._make(Path(self.location))
+        self._make_folder(Path(self.location))
         temporary = self.path(temporary_name(name, writer, _kernel()))
         try:
             # Uses open() instead of tempfile, so that the file gets permissions according to the umask.
@@ -167,7 +167,7 @@ class Folder:
             with contextlib.suppress(OSError):
                 file = os.open(self.path(name), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
                 try:
-                    if _lock(file):
+                    if _lock_file(file):
                         os.unlink(self.path(name))
                 finally:
                     os.close(file)
@@ -187,7 +187,7 @@ class Folder:
         """Create or replace the file ``name`` with this text, as :meth:`write` does."""
         self.write(name, lambda file: file.write(text.encode("utf-8")), writer=writer, durable=durable)
 
-    def _make(self, path: Path) -> None:
+    def _make_folder(self, path: Path) -> None:
         """Create the folder and its missing parents, and sync the parent of each new folder."""
         missing = []
         while not path.exists():
@@ -199,7 +199,7 @@ class Folder:
             sync_directory(str(new.parent))
 
 
-def _kind_of(entry: os.DirEntry[str]) -> str:
+def _kind_of_entry(entry: os.DirEntry[str]) -> str:
     with contextlib.suppress(OSError):  # a link that leads back to itself, or to a disk that does not respond
         return "file" if entry.is_file() else "directory" if entry.is_dir() else "other"
     return "other"
@@ -365,12 +365,12 @@ def _new_locked(path: str) -> BinaryIO:
     """Create and open a file that stays locked until it is closed."""
     while True:
         file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115  # the caller closes it
-        if _lock(file.fileno()) or os.path.exists(path):  # or the file system has no locks
+        if _lock_file(file.fileno()) or os.path.exists(path):  # or the file system has no locks
             return file
         file.close()  # remove_dead of another process has deleted the file before it was locked
 
 
-def _lock(file: int) -> bool:
+def _lock_file(file: int) -> bool:
     """Lock a file. Return False if another process has locked it, or the file system has no locks."""
     if fcntl is None:
         return False

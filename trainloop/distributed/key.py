@@ -1,4 +1,4 @@
-"""The run's key, with which a rank verifies that bytes were sent by another rank of its run.
+"""The run's key, by which ranks verify who sent bytes: passed at a start, in rank 0's memory, or in ``TRAINLOOP_KEY``.
 
 Ranks that :func:`trainloop._launch.launch` starts on one host receive a random key with their other arguments, through
 a pipe that no other user can read. Other ranks of one host, for instance torchrun's, read it from rank 0's memory,
@@ -54,7 +54,7 @@ def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes | Non
     where = f"{KEY_VARIABLE} is"
     if given.startswith(("/", "~", ".")):
         where = f"{KEY_VARIABLE}={given!r}: the file holds"
-        given = _read(given)
+        given = _read_key_file(given)
     if len(given) < _LEAST:
         raise ConfigurationError(
             f"{where} a key of {len(given)} characters, but a key must have {_LEAST} or more, and be the same on all "
@@ -63,7 +63,7 @@ def key_from_environment(environ: Mapping[str, str] = os.environ) -> bytes | Non
     return hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
 
 
-def _read(path: str) -> str:
+def _read_key_file(path: str) -> str:
     try:
         with open(os.path.expanduser(path), "rb") as file:
             found = os.fstat(file.fileno())
@@ -90,11 +90,11 @@ class SharedKey:
     name are checked.
     """
 
-    _NAME = "trainloop-key"
+    _FILE_NAME = "trainloop-key"
 
     def __init__(self) -> None:
         self.key = new_key()
-        self._fd = os.memfd_create(self._NAME) if hasattr(os, "memfd_create") else -1
+        self._fd = os.memfd_create(self._FILE_NAME) if hasattr(os, "memfd_create") else -1
         if self._fd >= 0:
             os.write(self._fd, self.key)
 
@@ -109,11 +109,11 @@ class SharedKey:
             os.close(self._fd)
 
     @classmethod
-    def open(cls, place: tuple[int, int]) -> bytes | None:
+    def key_at(cls, place: tuple[int, int]) -> bytes | None:
         """Return the key at another process's :attr:`place`; ``None`` if it can't be read, as on another host."""
         path = f"/proc/{place[0]}/fd/{place[1]}"
         try:
-            if os.readlink(path) != f"/memfd:{cls._NAME} (deleted)":
+            if os.readlink(path) != f"/memfd:{cls._FILE_NAME} (deleted)":
                 return None
             with open(path, "rb", buffering=0) as file:
                 return file.read() if os.fstat(file.fileno()).st_uid == user_id() else None

@@ -55,12 +55,12 @@ def only_trusted_peers(kind: type[ConnectionError] = ConnectionError) -> Iterato
     try:
         yield
     except Exception as error:
-        _check(before, kind, error)
+        _refuse_other_users(before, kind, error)
         raise
-    _check(before, kind)
+    _refuse_other_users(before, kind)
 
 
-def _check(before: set[int], kind: type[ConnectionError], cause: Exception | None = None) -> None:
+def _refuse_other_users(before: set[int], kind: type[ConnectionError], cause: Exception | None = None) -> None:
     uids = _untrusted_users(_own_sockets() - before)
     if uids:
         users = " and ".join(sorted({_user(uid) for uid in uids}))
@@ -105,12 +105,12 @@ def _sockets() -> list[_Socket]:
             next(file, None)
             for line in file:
                 fields = line.split()
-                local, remote = _address(fields[1]), _address(fields[2])
+                local, remote = _plain_address(fields[1]), _plain_address(fields[2])
                 sockets.append(_Socket(local, remote, fields[3], int(fields[7]), int(fields[9])))
     return sockets
 
 
-def _address(text: str) -> str:
+def _plain_address(text: str) -> str:
     """Return an address; a mapped IPv4 address of an IPv6 socket is returned as plain IPv4."""
     return text.removeprefix("0000000000000000FFFF0000")
 

@@ -93,7 +93,7 @@ class _Agreed(NamedTuple):
     """Shape on each rank."""
 
 
-def _agreed(
+def _agreed_exchanges(
     call: str, tensors: dict[str, Tensor], with_gradient: Collection[str] = (), *, rows_may_differ: bool = False
 ) -> dict[str, _Agreed]:
     """Agree on the exchange of each path, in the same order on all ranks.
@@ -256,7 +256,7 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
             gathered[path] = source.clone() if concat else source.clone().unsqueeze(0)
         return _rebuilt(value, iter([gathered[path] for path, _ in leaves]))
     rank = dist.get_rank()
-    agreed = _agreed(call, tensors, sources, rows_may_differ=concat)
+    agreed = _agreed_exchanges(call, tensors, sources, rows_may_differ=concat)
     for path, (dtype, direct, shapes) in agreed.items():
         parts = _exchanged(_routed(tensors[path], direct).to(dtype), shapes, direct)
         gathered[path] = (torch.cat(parts) if concat else torch.stack(parts)).to(tensors[path].device)
@@ -357,7 +357,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
     leaves = _own_leaves(value, call)
     tensors = dict(leaves)
     if reaches_others("all_reduce"):
-        agreed = _agreed(call, tensors)
+        agreed = _agreed_exchanges(call, tensors)
     else:
         agreed = {path: _Agreed(t.dtype, False, [tuple(t.shape)]) for path, t in leaves}
     for path, (dtype, *_) in agreed.items():

@@ -156,7 +156,7 @@ class Session:
         try:
             place = struct.pack("<qq", *(shared.place if shared is not None else (0, -1)))
             first = _gathered(place, group)[0]
-            key = shared.key if shared is not None else SharedKey.open(struct.unpack("<qq", first))
+            key = shared.key if shared is not None else SharedKey.key_at(struct.unpack("<qq", first))
             # The second exchange makes rank 0 keep the file until all ranks have read it.
             return key if all(found == b"\1" for found in _gathered(bytes([key is not None]), group)) else None
         finally:
@@ -168,7 +168,7 @@ class Session:
         assert self.key is not None
         confirmations = _gathered(hmac.digest(self.key, b"c%d" % self._rank, "sha256"), group)
         for rank, confirmation in enumerate(confirmations):
-            if not self._same(confirmation, hmac.digest(self.key, b"c%d" % rank, "sha256")):
+            if not self._is_tag(confirmation, hmac.digest(self.key, b"c%d" % rank, "sha256")):
                 raise self.untrusted_error(rank, "a response that was not signed with this run's key")
 
     def pack(self, call: str, form: int, body: bytes | bytearray) -> bytearray:
@@ -198,7 +198,7 @@ class Session:
             # In fsdp on CPUs, the exchanges of parameters use the same connections.
             mixed = f"Or another rank exchanges tensors, while this rank called another exchange ({call}). {SAME_CALLS}"
             raise self.untrusted_error(rank, what, mixed)
-        if not self._same(block[_HEAD - _TAG : _HEAD], self._head_tag(block, size if size <= SHORT else 0)):
+        if not self._is_tag(block[_HEAD - _TAG : _HEAD], self._head_tag(block, size if size <= SHORT else 0)):
             raise self.untrusted_error(rank, "a message that was not signed with this run's key")
         if sender != rank or number_of_call >= len(CALLS):
             raise self.untrusted_error(rank, f"a message of rank {sender}")
@@ -212,7 +212,7 @@ class Session:
 
     def check_body(self, message: Message, block: memoryview, body: memoryview) -> None:
         """Verify that the body of a second exchange is the one that the message announced."""
-        if not self._same(message.tag, self._body_tag(block[: _FIELDS.size], body)):
+        if not self._is_tag(message.tag, self._body_tag(block[: _FIELDS.size], body)):
             raise self.untrusted_error(message.rank, "data that was not signed with this run's key")
 
     def next(self) -> None:
@@ -233,7 +233,7 @@ class Session:
         mac.update(body)
         return mac.digest()
 
-    def _same(self, tag: bytes | memoryview, expected: bytes) -> bool:
+    def _is_tag(self, tag: bytes | memoryview, expected: bytes) -> bool:
         return self.key is None or hmac.compare_digest(bytes(tag), expected)
 
     def _out_of_step(self, rank: int, theirs: str, number: int, mine: str) -> Exception:

@@ -39,7 +39,7 @@ class Check:
     """Advice to the user; empty if nothing is wrong."""
 
 
-def _check(name: str, found: str, wrong: bool, remedy: str, status: Status = "attention") -> Check:
+def _verdict(name: str, found: str, wrong: bool, remedy: str, status: Status = "attention") -> Check:
     """Return a line with this status and remedy if ``wrong`` is True, otherwise a line with the status ``ok``."""
     return Check(name, status, found, remedy) if wrong else Check(name, "ok", found)
 
@@ -56,13 +56,13 @@ def check_python(r: Readings) -> Iterator[Check]:
         f"install Python 3.{minor}.{fixed} or newer: a DataLoader's worker of a rank can hang when it starts "
         "(python/cpython#112275)."
     )
-    yield _check("python", ".".join(map(str, r.python)), micro < fixed and r.platform != "win32", remedy)
+    yield _verdict("python", ".".join(map(str, r.python)), micro < fixed and r.platform != "win32", remedy)
 
 
 def check_requirements(r: Readings) -> Iterator[Check]:
     found = _line("; ".join(r.conflicts)) or "python -m pip check finds no conflict"
     remedy = "install the packages that are named here; python -m pip check shows the full list."
-    yield _check("requirements", found, bool(r.conflicts), remedy, "problem")
+    yield _verdict("requirements", found, bool(r.conflicts), remedy, "problem")
 
 
 def check_extras(r: Readings) -> Iterator[Check]:
@@ -108,7 +108,7 @@ def check_cpus(r: Readings) -> Iterator[Check]:
         yield Check("threads", "attention", f"{threads} threads on {cpus} CPUs", remedy)
     found = f"{memory / GIB:.1f} GiB of the host's {memory_limits[0].value / GIB:.1f}{_limited_by(memory_limits)}"
     remedy = "each rank needs about 0.3 GiB without data: raise the memory limit, or start fewer ranks."
-    yield _check("memory", found, memory < 2 * GIB, remedy)
+    yield _verdict("memory", found, memory < 2 * GIB, remedy)
 
 
 def _limited_by(limits: Sequence[Limit]) -> str:
@@ -130,16 +130,16 @@ def check_places(r: Readings) -> Iterator[Check]:
             "full: use docker run --shm-size=8g, or num_workers=0."
         )
         found = f"{free / GIB:.2f} of {total / GIB:.2f} GiB free"
-        yield _check("/dev/shm", found, free < LEAST_SHM, remedy)
+        yield _verdict("/dev/shm", found, free < LEAST_SHM, remedy)
     folder, free = r.temporary
     remedy = "data for ranks may be stored there: set TMPDIR to a larger disk."
-    yield _check("temporary files", f"{folder}: {free / GIB:.1f} GiB free", free < LEAST_TEMPORARY, remedy)
+    yield _verdict("temporary files", f"{folder}: {free / GIB:.1f} GiB free", free < LEAST_TEMPORARY, remedy)
     if r.descriptors is not None:
         soft, hard = r.descriptors
         most = min(65536, hard) if hard > 0 else 65536
         remedy = f"loaders with many workers may fail with 'Too many open files': run ulimit -n {most}."
         few = 0 <= soft < LEAST_DESCRIPTORS
-        yield _check("file descriptors", f"{soft} (at most {hard})", few, remedy)
+        yield _verdict("file descriptors", f"{soft} (at most {hard})", few, remedy)
 
 
 def check_network(r: Readings) -> Iterator[Check]:
@@ -148,7 +148,7 @@ def check_network(r: Readings) -> Iterator[Check]:
         "firewall blocks it."
     )
     found = r.loopback_error or "127.0.0.1 answers"
-    yield _check("loopback", found, bool(r.loopback_error), remedy, "problem")
+    yield _verdict("loopback", found, bool(r.loopback_error), remedy, "problem")
     if r.hostname_error:
         remedy = (
             "runs on several hosts need an address: add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME and "
@@ -169,7 +169,7 @@ def check_launcher(r: Readings) -> Iterator[Check]:
         rank, world = r.environ["RANK"], r.environ["WORLD_SIZE"]
         wrong = not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world))
         remedy = "RANK must be less than WORLD_SIZE: fix the launcher's settings, or unset both."
-        yield _check("torchrun", shown + ": fit joins as this rank" * (not wrong), wrong, remedy, "problem")
+        yield _verdict("torchrun", shown + ": fit joins as this rank" * (not wrong), wrong, remedy, "problem")
     elif "RANK" in given or "WORLD_SIZE" in given:
         missing = ", ".join(name for name in wanted if name not in given)
         remedy = "fit starts its own ranks: set all four variables to join as a rank, or unset them."
@@ -186,7 +186,7 @@ def check_launcher(r: Readings) -> Iterator[Check]:
             found += f": {joins if task else 'srun has not started this process, so fit starts ranks itself'}"
         few = not cpus and tasks.isdecimal() and int(tasks) >= 1
         remedy = "without --cpus-per-task, each rank shares one CPU with its loaders' workers."
-        yield _check("slurm", found, few, remedy)
+        yield _verdict("slurm", found, few, remedy)
 
 
 def missing_library(message: str) -> str | None:

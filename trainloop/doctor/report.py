@@ -1,4 +1,4 @@
-"""Run all checks of the doctor, and show their results."""
+"""Run all checks of the doctor, and show what each of them found, with its remedy."""
 
 from __future__ import annotations
 

@@ -96,14 +96,14 @@ class MultiLoss(Mapping[str, Tensor]):
         indices: dict[str, int | str] = {
             name: optimizer.index(which, f"loss {name!r}", _BY_MAP) for name, which in named.items()
         }
-        return self if indices == self.loss_optimizer_map else self._like(self.loss_dict, indices)
+        return self if indices == self.loss_optimizer_map else self._with_losses(self.loss_dict, indices)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> MultiLoss:
         """Return the same losses, with ``function`` applied to each."""
         losses = {name: attach_divisor(function(loss), attached_divisor(loss)) for name, loss in self.loss_dict.items()}
-        return self._like(losses, self.loss_optimizer_map)
+        return self._with_losses(losses, self.loss_optimizer_map)
 
-    def _like(self, losses: dict[str, Tensor], loss_optimizer_map: Mapping[str, int | str] | None) -> MultiLoss:
+    def _with_losses(self, losses: dict[str, Tensor], loss_optimizer_map: Mapping[str, int | str] | None) -> MultiLoss:
         alike = MultiLoss(losses, loss_optimizer_map, self.retain_graph_until_last)
         alike.weighted = self.weighted
         return alike

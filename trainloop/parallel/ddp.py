@@ -158,13 +158,13 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         if hasattr(self, "reducer"):  # DDP has no reducer if it averages no gradients itself
             self.reducer._push_all_rebuilt_params()
 
-    def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    def _run_method(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         function = getattr(self.module, method)
         if not torch.is_grad_enabled() or not self._tt_exchanges:
             args, kwargs = self._moved(args, kwargs)
             return function(*args, **kwargs)
         if yields_losses(self.module, method):
-            return self._passes(function(*args, **kwargs), args, kwargs)
+            return self._yield_losses(function(*args, **kwargs), args, kwargs)
         # The body of DistributedDataParallel.forward, with another function in place of the module.
         with (
             torch.autograd.profiler.record_function(f"DistributedDataParallel.{method}"),
@@ -172,14 +172,14 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         ):
             args, kwargs = self._pre_forward(*args, **kwargs)
             with self._inside_ddp_forward():
-                output = self._joined(method, function(*args, **kwargs))
+                output = self._as_ddp_output(method, function(*args, **kwargs))
             return with_multi_losses(self._post_forward(with_plain_dicts(output)), output)
 
-    def _joined(self, method: str, output: Any) -> Any:
+    def _as_ddp_output(self, method: str, output: Any) -> Any:
         """Return a method's output, in the form that DDP's forward must return."""
         return output
 
-    def _passes(self, losses: Generator[Any, None, None], args: tuple[Any, ...], kwargs: Any) -> Iterator[Any]:
+    def _yield_losses(self, losses: Generator[Any, None, None], args: tuple[Any, ...], kwargs: Any) -> Iterator[Any]:
         """Yield the losses that ``get_loss`` yields, each from a separate forward pass of DDP."""
         while True:
             with torch.autograd.profiler.record_function("DistributedDataParallel.get_loss"):
@@ -406,14 +406,14 @@ class WeighingDataParallel(TTDistributedDataParallel):
         names = {0: "(the step's weight)", **{index + 1: name for index, name in names.items()}}
         super()._ddp_init_helper([carrier, *parameters], [False, *sparse], names, static_graph)
 
-    def _joined(self, method: str, output: Any) -> Any:
+    def _as_ddp_output(self, method: str, output: Any) -> Any:
         if method != "get_loss":
             return output
         if isinstance(output, tuple) and output:
-            return (self._joined(method, output[0]), *output[1:])
+            return (self._as_ddp_output(method, output[0]), *output[1:])
         if isinstance(output, MultiLoss):
             first = next(iter(output.values()))
-            return output.map(lambda loss: self._joined(method, loss) if loss is first else loss)
+            return output.map(lambda loss: self._as_ddp_output(method, loss) if loss is first else loss)
         if not isinstance(output, Tensor) or not output.requires_grad:
             return output
         # The added values are zeros, which change no bit of the loss.

@@ -149,17 +149,17 @@ class TTDataParallel(Transparent, DataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's outputs, concatenated along ``dim``."""
-        run = self._run
+        run = self._run_method
         if torch.compiler.is_compiling():  # torch.compile(wrapper): replicas are made and run as they are
             run = torch.compiler.disable(run)
         return run("__call__", *inputs, **kwargs)
 
-    def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    def _run_method(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         devices = self._tt_devices
         if not devices:
             return _bound(self.module, method)(*args, **kwargs)
         if len(devices) == 1:
-            return self._alone(method, args, kwargs)
+            return self._run_on_one_device(method, args, kwargs)
         # Parameters may have been moved since construction; an error from the first kernel would not name a tensor.
         self._check_on(devices[0])
         with torch.autograd.profiler.record_function(f"DataParallel.{method}"):
@@ -185,7 +185,7 @@ class TTDataParallel(Transparent, DataParallel):
                 self.__dict__["_tt_compared"] = self._tt_compared - 1
             watched = watch()
             outputs = self._outputs(calls, devices)
-            self._keep(watched, method)
+            self._keep_attributes(watched, method)
             if method == "__call__":
                 return parts.gather(outputs, self.dim)
             if method == "get_predictions":
@@ -197,10 +197,10 @@ class TTDataParallel(Transparent, DataParallel):
                 return parts.combine_predictions(found, sizes, self.dim)
             criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)
             if isinstance(outputs[0], Generator):
-                return self._passes(outputs, replicas, devices, sizes, criterion, watch)
+                return self._yield_losses(outputs, replicas, devices, sizes, criterion, watch)
             return self._loss_of_all(outputs, sizes, criterion)
 
-    def _alone(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_on_one_device(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the results of the module itself, on the only device."""
         self.__dict__["_tt_samples"] = None
         args, kwargs = _on_devices([(args, kwargs)], self._tt_devices)[0]
@@ -259,7 +259,7 @@ class TTDataParallel(Transparent, DataParallel):
             self._tt_summed = rule(losses[0])
         return parts.combine_losses(losses, sizes, self._tt_summed)
 
-    def _passes(
+    def _yield_losses(
         self,
         generators: list[Generator[Any, None, None]],
         replicas: list[nn.Module],
@@ -273,7 +273,7 @@ class TTDataParallel(Transparent, DataParallel):
         while True:
             watched = watch()
             items = self._outputs([partial(next, generator, ended) for generator in generators], devices)
-            self._keep(watched, "get_loss")
+            self._keep_attributes(watched, "get_loss")
             if all(item is ended for item in items):
                 return
             split = [split_yielded(item) for item in items]
@@ -289,7 +289,7 @@ class TTDataParallel(Transparent, DataParallel):
             yield loss if name is None else (name, loss)
             _renew(replicas, _replicas(self.module, devices, sizes))
 
-    def _keep(self, watched: _Watched, method: str) -> None:
+    def _keep_attributes(self, watched: _Watched, method: str) -> None:
         """Keep the attributes that a method has set in all replicas alike; warn once of others."""
         lost, shared = watched.check_and_keep()
         if (lost or shared) and not self._tt_warned_of_attributes:

@@ -258,7 +258,9 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         whole = {p for p in own_parameters(module) if stays_whole(p)}
         self._tt_hooks = [refuse_other_parameters(name, unit) for name, unit in units[:-1]]
         self._tt_hooks += [unit.register_forward_pre_hook(_Flags(unit).follow, prepend=True) for _, unit in units[:-1]]
-        self._tt_until_begun = [unit.register_forward_pre_hook(self._begin, prepend=True) for _, unit in units[:-1]]
+        self._tt_until_begun = [
+            unit.register_forward_pre_hook(self._prepare_units, prepend=True) for _, unit in units[:-1]
+        ]
         if any(marks.values()):
             for name, p in module.named_parameters(remove_duplicate=False):
                 vars(p).update(marks.get(name, {}))
@@ -277,13 +279,13 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         if torch.__version__ < TorchVersion("2.11"):
             # The first pass gives padded shards other memory (2.7 does, 2.11 does not). A callback that has found them
             # before it, such as an average of the weights, would read the initial values from then on.
-            self._begin()
+            self._prepare_units()
         self._tt_references = References(module, before)
         self._tt_references.begin()
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, *_: Any) -> None:
+    def _prepare_units(self, *_: Any) -> None:
         """Run an empty pass of the root, which prepares all units: FSDP requires that the root runs first.
 
         Called where a callback calls a submodule before the first forward, such as a policy that plays an episode.
@@ -337,16 +339,16 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             output = self._tt_flags.without_gathered(output)
         return output
 
-    def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    def _run_method(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         function = getattr(self.module, method)
         if yields_losses(self.module, method):
-            return self._passes(function(*args, **kwargs))
+            return self._yield_losses(function(*args, **kwargs))
         # torch rebuilds the containers of a batch, but can't rebuild each subclass of dict (defaultdict).
         call = _Call(lambda *own, **named: function(*with_dicts_of(own, args), **with_dicts_of(named, kwargs)))
         opened = without_dict_classes(args), without_dict_classes(kwargs)
         return with_multi_losses(self(call, *opened[0], **opened[1]), call.output)
 
-    def _passes(self, losses: Generator[Any, None, None]) -> Iterator[Any]:
+    def _yield_losses(self, losses: Generator[Any, None, None]) -> Iterator[Any]:
         """Run a ``get_loss`` that yields its losses: each loss is a separate forward pass of the root."""
         while True:
             call = _Call(lambda: next(losses, losses))

@@ -101,7 +101,7 @@ class Transparent(nn.Module):
     get_predictions: Callable[..., Any]
     """The model's method, run as the wrapper runs ``forward``."""
 
-    def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    def _run_method(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the model's method through the wrapper's forward."""
         raise NotImplementedError
 
@@ -116,22 +116,22 @@ class Transparent(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            module = _wrapped(self)
+            module = _wrapped_model(self)
             # copy and pickle look for special methods on the instance, and must not find the model's.
             if module is None or (name.startswith("__") and name.endswith("__")):
                 raise
         attribute = getattr(module, name)  # for a missing attribute, the error names the model's class
-        return functools.partial(self._run, name) if name in METHODS else attribute
+        return functools.partial(self._run_method, name) if name in METHODS else attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_of_the_model(name, sys._getframe(1).f_globals):
-            setattr(_wrapped(self), name, value)
+            setattr(_wrapped_model(self), name, value)
         else:
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if self._is_of_the_model(name, sys._getframe(1).f_globals):
-            delattr(_wrapped(self), name)
+            delattr(_wrapped_model(self), name)
         else:
             super().__delattr__(name)
 
@@ -145,7 +145,7 @@ class Transparent(nn.Module):
         return not name.startswith("_") or model_has(self, name)
 
     def __dir__(self) -> Iterable[str]:
-        module = _wrapped(self)
+        module = _wrapped_model(self)
         return sorted({*super().__dir__(), *(dir(module) if module is not None else ())})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ class Transparent(nn.Module):
 
 def model_has(wrapper: nn.Module, name: str) -> bool:
     """Return True if the wrapped model has an attribute of this name; properties are not evaluated."""
-    module = _wrapped(wrapper)
+    module = _wrapped_model(wrapper)
     if module is None:
         return False
     registered = (vars(module), module._parameters, module._buffers, module._modules)
@@ -244,11 +244,14 @@ def with_dicts_of(opened: Any, batch: Any) -> Any:
     return opened
 
 
-def _wrapped(wrapper: nn.Module) -> nn.Module | None:
+def _wrapped_model(wrapper: nn.Module) -> nn.Module | None:
     return wrapper.__dict__.get("_modules", {}).get("module")
+
+
+_TORCH_OR_WRAPPERS = ("torch.", f"{__package__}.")
 
 
 def _asked_by_torch(asking: dict[str, Any]) -> bool:
     name = asking.get("__name__", "")
     # This module asks for the user: the model may be another wrapper.
-    return name.startswith(("torch.", "trainloop.parallel.")) and name != __name__
+    return name.startswith(_TORCH_OR_WRAPPERS) and name != __name__

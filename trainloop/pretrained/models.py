@@ -171,10 +171,10 @@ class PictureFiles(Dataset[Tensor]):
         """Return RGB values as bytes, of shape (3, size, size), or (several, 3, size, size)."""
         paths = self.paths[index]
         if isinstance(paths, (str, os.PathLike)):
-            return self._read(os.fspath(paths))
-        return torch.stack([self._read(path) for path in paths])
+            return self._load_picture(os.fspath(paths))
+        return torch.stack([self._load_picture(path) for path in paths])
 
-    def _read(self, path: str) -> Tensor:
+    def _load_picture(self, path: str) -> Tensor:
         if not path:
             return torch.zeros(3, self.size, self.size, dtype=torch.uint8)
         image = import_library("PIL.Image", "PictureFiles")

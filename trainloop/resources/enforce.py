@@ -133,7 +133,7 @@ def cpu_shares(quota: ResourceQuota | None, ranks: int, cpus: Sequence[int] | No
     list of list of int
         One list for each rank. If there are fewer CPUs than ranks, every rank gets all of them.
     """
-    usable = list(_affinity() if cpus is None else cpus)
+    usable = list(platform.usable_cpus() if cpus is None else cpus)
     if quota is not None and quota.num_cpus != "auto":
         usable = usable[: quota.num_cpus]
     if len(usable) < ranks:
@@ -141,10 +141,6 @@ def cpu_shares(quota: ResourceQuota | None, ranks: int, cpus: Sequence[int] | No
     share, rest = divmod(len(usable), ranks)
     starts = [rank * share + min(rank, rest) for rank in range(ranks + 1)]
     return [usable[starts[rank] : starts[rank + 1]] for rank in range(ranks)]
-
-
-def _affinity() -> list[int]:
-    return platform.affinity() or list(range(os.cpu_count() or 1))
 
 
 def _threads(quota: ResourceQuota | None, ranks: int) -> int:
@@ -294,7 +290,7 @@ def applied(
 
 def _set_affinity(quota: ResourceQuota | None, local_rank: int | None, ranks: int, undo: contextlib.ExitStack) -> int:
     """Bind this process to its CPUs, and return their number."""
-    before = _affinity()
+    before = platform.usable_cpus()
     cpus = before
     if local_rank is not None and ranks > 1:
         # The process that started this rank has bound itself to the run's CPUs, and this rank inherited them.

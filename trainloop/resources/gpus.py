@@ -256,9 +256,9 @@ class _Probe:
     def accepts_a_tensor(self, index: int) -> bool:
         """Return True if a tensor can be created on the GPU."""
         # In exclusive mode, the process can't use a GPU on which this process has a context.
-        return self._asked(index) or _accepts_a_tensor_here(index)
+        return self._ask_for(index) or _accepts_a_tensor_here(index)
 
-    def _asked(self, index: int) -> bool:
+    def _ask_for(self, index: int) -> bool:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None

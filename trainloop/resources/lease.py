@@ -172,7 +172,7 @@ class _LeaseFolder:
     @contextlib.contextmanager
     def locked(self, name: str = "desk") -> Iterator[None]:
         """Return a context that only one process of this user can be in at a time."""
-        lock = self._lock(f"{name}.lock", mode=0o600, timeout_s=_LOCK_TIMEOUT_S)
+        lock = self._lock_of(f"{name}.lock", mode=0o600, timeout_s=_LOCK_TIMEOUT_S)
         if lock is None:
             raise ResourceError(
                 f"the leases in {str(self._where)!r} were locked for {_LOCK_TIMEOUT_S:g} s by "
@@ -195,7 +195,7 @@ class _LeaseFolder:
             for name in request.pool:
                 if len(names[kind]) == request.number:
                     break
-                lock = self._lock(_lock_name(name))
+                lock = self._lock_of(_lock_name(name))
                 if lock is None:
                     taken[kind][name] = _holder(self._where / _lock_name(name)) or _UNKNOWN
                 elif holder := next(filter(None, map(_holder, self._of_others(name))), None):
@@ -212,7 +212,7 @@ class _LeaseFolder:
         lease.release()
         return None, taken
 
-    def _lock(self, name: str, *, mode: int = 0o644, timeout_s: float = 0) -> filelock.BaseFileLock | None:
+    def _lock_of(self, name: str, *, mode: int = 0o644, timeout_s: float = 0) -> filelock.BaseFileLock | None:
         """Lock a file and return the lock; None if the lock was not free in time.
 
         Other users may only read the file.

@@ -140,7 +140,7 @@ class _Cgroups:
         # Path of the process's group, by controller (version 1) or '' (version 2).
         self._groups: dict[str, PurePosixPath] = {}
         # If the file can't be read, the process's group is assumed to be the root.
-        listing = _read(root / "proc/self/cgroup") or "0::/\n1:cpu,cpuset,memory:/"
+        listing = _text_or_none(root / "proc/self/cgroup") or "0::/\n1:cpu,cpuset,memory:/"
         for line in listing.splitlines():
             _, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
@@ -153,7 +153,7 @@ class _Cgroups:
             yield from _limit(folder / "cpuset.cpus.effective", _cpus_of_set)
         for folder in self._folders("cpu"):
             # Version 1 has two files for the two numbers that version 2 has in one.
-            period = _read(folder / "cpu.cfs_period_us") or ""
+            period = _text_or_none(folder / "cpu.cfs_period_us") or ""
             yield from _limit(folder / "cpu.cfs_quota_us", _cpus_of_quota, after=f" {period}")
         for folder in self._folders("cpuset"):
             yield from _limit(folder / "cpuset.cpus", _cpus_of_set)
@@ -182,7 +182,7 @@ class _Cgroups:
         return [self._root / "sys/fs/cgroup" / name for name in names]
 
 
-def _read(path: Path) -> str | None:
+def _text_or_none(path: Path) -> str | None:
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -191,7 +191,7 @@ def _read(path: Path) -> str | None:
 
 def _limit(path: Path, parse: Callable[[str], int | None], after: str = "") -> Iterator[Limit]:
     """Yield the limit in a file; yield nothing if the file is missing or malformed, or contains no limit."""
-    text = _read(path)
+    text = _text_or_none(path)
     if text is None:
         return
     text += after

@@ -185,13 +185,13 @@ def plan(
         trials -= 1
     on_devices = place([model_quota["num_gpus"]] * (trials * folds), math.ceil(whole["num_gpus"]))
     return Plan(
-        total=_quota(whole),
+        total=_as_quota(whole),
         num_trials=num_trials,
         num_folds=max(num_bag_folds, 1),
         trials_in_parallel=trials,
         folds_in_parallel=folds,
-        per_bag=_quota(bag_quota),
-        per_model=_quota(model_quota),
+        per_bag=_as_quota(bag_quota),
+        per_model=_as_quota(model_quota),
         placement=tuple(tuple(devices) for devices in on_devices),
     )
 
@@ -294,7 +294,7 @@ def _equal_part(gpus: Fraction, models: int) -> Fraction:
     return Fraction(1, math.ceil(models / gpus))
 
 
-def _quota(figures: Figures) -> ResourceQuota:
+def _as_quota(figures: Figures) -> ResourceQuota:
     return ResourceQuota(**{name: as_number(figure) for name, figure in figures.items()})  # type: ignore[arg-type]
 
 

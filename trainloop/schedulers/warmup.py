@@ -96,7 +96,7 @@ class _WarmupScheduler(LRScheduler):
         super().load_state_dict(state_dict)
         self._follow_curve()  # this run may be longer than the checkpoint's
 
-    def _length(self) -> tuple[int | None, bool]:
+    def _schedule_length(self) -> tuple[int | None, bool]:
         return self.num_training_steps, True
 
 
@@ -120,7 +120,7 @@ class ConstantWithWarmupScheduler(_WarmupScheduler):
     def __init__(self, num_warmup_steps: int, last_epoch: int = -1, **kwargs: Any) -> None:
         super().__init__(_constant, num_warmup_steps, num_warmup_steps, last_epoch, **kwargs)
 
-    def _length(self) -> tuple[int | None, bool]:
+    def _schedule_length(self) -> tuple[int | None, bool]:
         return self.num_warmup_steps, False
 
 

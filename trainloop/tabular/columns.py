@@ -87,7 +87,7 @@ class Columns:
                 distinct = series.nunique(dropna=False)
             if distinct <= 1:
                 dropped[name] = f"all its values are {'missing' if series.isna().all() else 'the same'}"
-            elif _identifies_rows(name, series, kind := _kind_of(series), distinct):
+            elif _identifies_rows(name, series, kind := _kind_of_column(series), distinct):
                 dropped[name] = "it differs in each row, like an identifier"
             else:
                 kinds[name] = kind
@@ -136,7 +136,7 @@ class Columns:
         for name, kind in self.kinds.items():
             series = frame[name]
             if kind == "number":
-                cleaned[name] = _numbers(series, what)
+                cleaned[name] = _as_numbers(series, what)
             elif kind == "boolean":
                 cleaned[name] = np.array([_BOOLEANS.get(str(value).lower(), np.nan) for value in series], dtype=float)
                 if self.learnt:
@@ -177,7 +177,7 @@ def _listed(names: Iterable[object]) -> str:
 # -- kinds of columns ------------------------------------------------------------------------------------------------
 
 
-def _kind_of(series: pd.Series) -> Kind:
+def _kind_of_column(series: pd.Series) -> Kind:
     present = series.dropna()
     if len(present) > _SAMPLE:
         present = present.sample(_SAMPLE, random_state=0)
@@ -203,7 +203,7 @@ def _identifies_rows(name: str, series: pd.Series, kind: Kind, distinct: int) ->
     if not distinct == len(series) >= _FEW:
         return False
     numbered = kind == "number" and re.search(_ROW_NUMBER, name) is not None
-    return kind == "category" or (numbered and bool((_numbers(series, "") % 1 == 0).all()))
+    return kind == "category" or (numbered and bool((_as_numbers(series, "") % 1 == 0).all()))
 
 
 # -- cleaning --------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def floats(series: pd.Series) -> Rows:
         return floats(series.map(lambda value: np.inf if isinstance(value, int) and abs(value) > largest else value))
 
 
-def _numbers(series: pd.Series, what: str) -> Rows:
+def _as_numbers(series: pd.Series, what: str) -> Rows:
     if types.infer_dtype(series, skipna=True).startswith("timedelta"):
         series = pd.to_timedelta(series.astype(object)).dt.total_seconds()
     numbers = floats(series)

@@ -389,14 +389,14 @@ def train(
         if found.interrupted and time.monotonic() < end:
             raise KeyboardInterrupt  # tune returns after Ctrl-C, but the user wants to end fit
         for trial in found.trials:
-            spec, settings = _of(trial.params)
+            spec, settings = _spec_and_settings(trial.params)
             name = group.name_of(spec, trial.number)
             if trial.state != "done":
                 lost[name] = next(iter(trial.errors.values()))
                 continue
             predictions = np.asarray(found.predictions_of(trial))
             # The score of all rows together, as that of the ensemble. A fold may lack a class that the metric needs.
-            row = _row(trial, task, task.metric(task.truth, predictions))
+            row = _leaderboard_row(trial, task, task.metric(task.truth, predictions))
             lost[name] = (
                 f"its score ({task.metric.name}) is not a number. The validation rows may lack a class: use more rows, "
                 "or another eval_metric"
@@ -420,7 +420,7 @@ def train(
 
 def _make_model(task: Task, gpu: bool, params: Mapping[str, Any], fold: Fold | None) -> EstimatorLoop:
     """Return the loop of one model. This is ``make_loop`` for :func:`~trainloop.tuning.tune`."""
-    spec, settings = _of(params)
+    spec, settings = _spec_and_settings(params)
     rows = task.held_out if fold is None else (fold.train, fold.validation)
     assert rows is not None, "without folds there are rows to validate on"
     train, validation = ((task.table.iloc[part], task.y[part]) for part in rows)
@@ -428,13 +428,13 @@ def _make_model(task: Task, gpu: bool, params: Mapping[str, Any], fold: Fold | N
     return EstimatorLoop(model, train, validation, fit=lambda model, x, y: model.fit(x, y, validation))
 
 
-def _of(params: Mapping[str, Any]) -> tuple[Spec, dict[str, Any]]:
+def _spec_and_settings(params: Mapping[str, Any]) -> tuple[Spec, dict[str, Any]]:
     """Return the model and the settings of a trial."""
     spec: Spec = params[_SPEC]
     return spec, {**spec.fixed, **{name: value for name, value in params.items() if name != _SPEC}}
 
 
-def _row(trial: Trial, task: Task, score: float) -> dict[str, Any]:
+def _leaderboard_row(trial: Trial, task: Task, score: float) -> dict[str, Any]:
     """Return a model's row in the leaderboard."""
     used_gpu = any(facts["used_gpu"] for facts in trial.facts.values())
     row = {"score_val": score, "eval_metric": task.metric.name, "fit_time": trial.seconds}

@@ -32,7 +32,7 @@ from trainloop.tabular.models import (
 )
 from trainloop.tabular.network import Network, NeuralAdapter, OwnNetwork, PictureNetwork, TextNetwork
 from trainloop.tuning import Choice, Integers, Uniform
-from trainloop.tuning.local import machine_total
+from trainloop.tuning.running.local import machine_total
 from trainloop.tuning.space import make_searcher
 
 # -- presets ---------------------------------------------------------------------------------------------------------
@@ -207,8 +207,8 @@ def parse_options(
     search = known_words("hyperparameter_tune_kwargs", search, searcher="random", scheduler=backends, num_trials=10)
     searcher = "random" if search["searcher"] == "auto" else search["searcher"]
     make_searcher(searcher, {}, seed=0, mode="max")  # rejects an invalid searcher, even if no search is requested
-    of_bag = _quota("ag_args_ensemble['ag_args_fit']", ensemble["ag_args_fit"])
-    shares = [_quota("fit", run), _quota("ag_args_fit", ag_args_fit), of_bag]
+    of_bag = _quota_of_models("ag_args_ensemble['ag_args_fit']", ensemble["ag_args_fit"])
+    shares = [_quota_of_models("fit", run), _quota_of_models("ag_args_fit", ag_args_fit), of_bag]
     gpus_asked = any(share.num_gpus not in ("auto", 0) for share in shares)
     if gpus_asked and not available().num_gpus:
         warn(
@@ -233,7 +233,7 @@ def parse_options(
     )
 
 
-def _quota(where: str, given: Mapping[str, Any] | None) -> ResourceQuota:
+def _quota_of_models(where: str, given: Mapping[str, Any] | None) -> ResourceQuota:
     """Return a quota for ``num_cpus``, ``num_gpus`` and ``memory_limit``, which in AutoGluon is a number of GB."""
     figures = known_words(where, given, num_cpus="auto", num_gpus="auto", memory_limit="auto")
     memory = figures["memory_limit"]
@@ -350,7 +350,7 @@ def parse_hyperparameters(
                 raise ConfigurationError(
                     f"hyperparameters[{key!r}]={values!r}: must be a dict of settings, or a list of such dicts."
                 )
-            spec = _spec(key, model, dict(settings), used, problem, specs, searches)
+            spec = _validated_spec(key, model, dict(settings), used, problem, specs, searches)
             specs[spec.name] = spec
     if not specs:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
@@ -390,7 +390,7 @@ def _check_names(key: Any, settings: Mapping[str, Any], known: set[str] | None, 
             )
 
 
-def _spec(
+def _validated_spec(
     key: Any,
     model: _Model,
     settings: dict[str, Any],
@@ -399,8 +399,10 @@ def _spec(
     taken: Mapping[str, Spec],
     searches: bool,
 ) -> Spec:
-    share = _quota("ag_args_fit", settings.pop("ag_args_fit", None))
-    bag = _quota("ag_args_ensemble['ag_args_fit']", (settings.pop("ag_args_ensemble", None) or {}).get("ag_args_fit"))
+    share = _quota_of_models("ag_args_fit", settings.pop("ag_args_fit", None))
+    bag = _quota_of_models(
+        "ag_args_ensemble['ag_args_fit']", (settings.pop("ag_args_ensemble", None) or {}).get("ag_args_fit")
+    )
     ag_args = settings.pop("ag_args", None) or {}
     _check_names(key, settings, model.settings(problem), problem)
     space = {name: value for name, value in settings.items() if _is_space(value)}

@@ -163,9 +163,9 @@ class _Sweep(AbstractCallback):
         # Groups keep their ratios. For example, a head keeps ten times the rate of the backbone.
         first = float(groups[0]["lr"])
         self.ratios = [float(group["lr"]) / first if first else 1.0 for group in groups]
-        self._set(self.rates[0])
+        self._set_rates(self.rates[0])
 
-    def _set(self, rate: float) -> None:
+    def _set_rates(self, rate: float) -> None:
         for group, ratio in zip(self.train_loop_obj.optimizer.param_groups, self.ratios, strict=True):
             if isinstance(group["lr"], torch.Tensor):  # a capturable optimizer reads its rate on the device
                 group["lr"].fill_(rate * ratio)
@@ -175,7 +175,7 @@ class _Sweep(AbstractCallback):
     def on_after_optimizer_step(self) -> None:
         loop = self.train_loop_obj
         if loop.global_step < len(self.rates):
-            self._set(self.rates[loop.global_step])
+            self._set_rates(self.rates[loop.global_step])
 
     def on_batch_end(self) -> None:
         last = self.train_loop_obj.last_loss

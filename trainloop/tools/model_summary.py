@@ -164,10 +164,10 @@ def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summa
             batch = first_batch(loop.train_loader)
         model, optimizer, criterion = copies(loop, device)
         batch = move_to(batch, device)
-        return _counted(loop, model, optimizer, criterion, batch, device, depth)
+        return _summary_of(loop, model, optimizer, criterion, batch, device, depth)
 
 
-def _counted(
+def _summary_of(
     loop: TrainLoop[Any], model: Any, optimizer: Any, criterion: Any, batch: Any, device: torch.device, depth: int
 ) -> Summary:
     amp = loop.options.amp.on(device)

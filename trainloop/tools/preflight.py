@@ -212,7 +212,7 @@ def _one_batch(loop: TrainLoop[Any]) -> str:
     rule = sum_rule(model, criterion)
     size = samples_in(batch, loop.train_loader)
     read = _loss_of(model, batch, size, criterion, rule)
-    value = _number(read.loss)
+    value = _loss_value(read.loss)
     if not math.isfinite(value):
         raise _Found(f"the first batch's loss is {value}. Check its inputs and the model's initial weights.")
     if not read.explicit:
@@ -235,7 +235,7 @@ def _one_evaluation_batch(loop: TrainLoop[Any]) -> str:
         loss = loss_of(model.get_loss_eval(batch, criterion, torch.device("cpu")), size).loss
         output = model.get_predictions(batch, torch.device("cpu"))
     check_rows(output, size)
-    return f"loss {_number(loss):.4g}, {row_count(output, size)} predictions"
+    return f"loss {_loss_value(loss):.4g}, {row_count(output, size)} predictions"
 
 
 def preflight_epoch(loop: TrainLoop[Any], callbacks: Sequence[AbstractCallback]) -> str:
@@ -286,7 +286,7 @@ def _check_reduction(model: Any, batch: Any, size: int, criterion: Any, *, decla
     model.eval()  # with BatchNorm, a sample's loss depends on other samples; with dropout, it is random
     try:
         whole, first, second = (
-            _number(_loss_of(model, part, of, criterion).loss)
+            _loss_value(_loss_of(model, part, of, criterion).loss)
             for part, of in zip((batch, *cut), (size, *sizes), strict=True)
         )
     except Exception:  # the model accepts only batches of one size: nothing to compare
@@ -312,7 +312,7 @@ def _loss_of(model: Any, batch: Any, size: int, criterion: Any, rule: SumRule | 
     return loss_of(model.get_loss(batch, criterion, torch.device("cpu")), size, rule)
 
 
-def _number(loss: Any) -> float:
+def _loss_value(loss: Any) -> float:
     return float((loss.total() if isinstance(loss, MultiLoss) else loss).detach())
 
 
@@ -369,7 +369,7 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
     ]
     seen = 0
     for steps_of_ranks in islice(zip(*(feed.steps(1) for feed in feeds), strict=False), steps):
-        forms = [[_form(batch) for batch in step.batches] for step in steps_of_ranks]
+        forms = [[_form_of_batch(batch) for batch in step.batches] for step in steps_of_ranks]
         if any(step.counts for step in steps_of_ranks):
             break
         for rank, form in enumerate(forms[1:], start=1):
@@ -411,14 +411,14 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
     iterations, steps = _comparable_lengths(loop, steps, ranks, per_step)
     if not steps:
         return f"not compared: with {ranks} ranks, drop_last leaves out different samples than in one process"
-    single = _trained(loop, "single", 1, iterations, per_step)
+    single = _train_copy(loop, "single", 1, iterations, per_step)
     mode = _mode_of_ranks(loop)
     arguments: dict[str, Any] = {}
     if mode == "fsdp":  # pass only the units: a precision would change results, and replicas may not divide these ranks
         arguments["fsdp_model_args"] = {key: value for key, value in sharding.items() if key in _UNITS}
     elif unused:
         arguments["ddp_model_args"] = {"find_unused_parameters": True}
-    many = _trained(loop, mode, ranks, steps, 1, **arguments)
+    many = _train_copy(loop, mode, ranks, steps, 1, **arguments)
     worst, where = 0.0, ""
     gradients = [None if p.grad is None or p.grad.is_sparse or not p.numel() else p.grad.abs() for p in first]
     largest = max((float(gradient.max()) for gradient in gradients if gradient is not None), default=0.0)
@@ -444,7 +444,7 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
     return f"weights agree to {worst:.0e} after {steps} steps"
 
 
-def _trained(
+def _train_copy(
     loop: TrainLoop[Any],
     mode: GpuMode,
     devices: int,
@@ -485,7 +485,7 @@ def _stay(module: nn.Module) -> Callable[..., nn.Module]:
     return lambda mode=True: module
 
 
-def _form(batch: Any) -> str:
+def _form_of_batch(batch: Any) -> str:
     """Return shapes, without the number of samples, and dtypes of a nested batch."""
 
     def leaves(value: Any) -> Iterator[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainloop import checkpoint
-from trainloop._launch.settings import numeric_settings, write_settings
+from trainloop._launch.script.settings import numeric_settings, write_settings
 from trainloop._support import rng
 from trainloop._support.carried import places_of
 from trainloop._support.stopping import LocalStop
@@ -28,7 +28,7 @@ from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim.optimizers import optimizers_of
 from trainloop.train_loop.arguments.options import AmpOptions, FitJob
 from trainloop.train_loop.arguments.run_config import RunConfig
-from trainloop.train_loop.execution.execute import running
+from trainloop.train_loop.execution.execute import run_here
 from trainloop.train_loop.progress.progress import Progress
 from trainloop.train_loop.run.placement import move_state
 from trainloop.train_loop.saving.compatibility import described_differences
@@ -145,7 +145,7 @@ def replay(
         return _loaded_again(loop, record)
     if loop.optimizer is None:
         raise ConfigurationError("replay repeats a training step, but optimizer is None. Pass one to the loop.")
-    own = dict(_tensors(loop))
+    own = dict(_tensors_by_path(loop))
     if any(nn.parameter.is_lazy(tensor) for tensor in own.values()):
         raise ConfigurationError("replay: the model has lazy parameters without a shape. Run it on a batch first.")
     wrong = described_differences(own, {**record["parameters"], **record["buffers"]}, "record")
@@ -158,10 +158,10 @@ def replay(
         batches = move_to(batches, where)
     counts = [len(batches)] if record["ragged"] else None  # this process is the only rank
     step = StepBatches(batches, record["sizes"], record["scales"], record["total"], counts)
-    with _as_recorded(loop, record, where), running(loop, LocalStop(), FitJob()) as run:
+    with _as_recorded(loop, record, where), run_here(loop, LocalStop(), FitJob()) as run:
         for path_of_module, module, name, _ in places_of(loop.model):
             setattr(module, name, move_to(carried[path_of_module], where))
-        return _repeated(cast(Training, run), record, step, detect)
+        return _repeated_step(cast(Training, run), record, step, detect)
 
 
 def _unpacked(packed: dict[str, Any], path: Any, trusted: bool) -> Any:
@@ -204,7 +204,7 @@ def _error_of(record: dict[str, Any]) -> str:
 # -- restoring the recorded state --------------------------------------------------------------------------------------
 
 
-def _tensors(loop: LoopState) -> Iterator[tuple[str, Tensor]]:
+def _tensors_by_path(loop: LoopState) -> Iterator[tuple[str, Tensor]]:
     for root, part in recorded_modules(loop).items():
         yield from (*part.named_parameters(prefix=root), *part.named_buffers(prefix=root))
 
@@ -217,19 +217,19 @@ def _as_recorded(loop: TrainLoop[Any], record: dict[str, Any], device: torch.dev
         undo.enter_context(rng.isolated())
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         undo.callback(write_settings, numeric_settings())
-        undo.callback(_restore, vars(loop), dict(vars(loop)))
+        undo.callback(_restore_dict, vars(loop), dict(vars(loop)))
         for optimizer in optimizers_of(loop.optimizer):
             undo.callback(move_state, optimizer)  # back to the parameters' device
         for module in {m for part in recorded_modules(loop).values() for m in part.modules()}:
-            undo.callback(_restore, module._buffers, dict(module._buffers))
+            undo.callback(_restore_dict, module._buffers, dict(module._buffers))
             undo.callback(setattr, module, "training", module.training)
         for _, module, name, _ in places_of(loop.model):
             undo.callback(setattr, module, name, getattr(module, name))
-        for _, tensor in _tensors(loop):
+        for _, tensor in _tensors_by_path(loop):
             undo.callback(_put_back, tensor, tensor.data, tensor.grad, tensor.requires_grad)
         # Each tensor gets new memory: the loop's own memory must not change.
         values = {**record["parameters"], **record["buffers"]}
-        for name, tensor in _tensors(loop):
+        for name, tensor in _tensors_by_path(loop):
             tensor.grad, tensor.data = None, values[name].to(tensor.device)
             tensor.requires_grad_(record["requires_grad"].get(name, False))
         torch.set_num_threads(record["threads"])
@@ -242,7 +242,7 @@ def _as_recorded(loop: TrainLoop[Any], record: dict[str, Any], device: torch.dev
         yield
 
 
-def _restore(values: dict[str, Any], before: dict[str, Any]) -> None:
+def _restore_dict(values: dict[str, Any], before: dict[str, Any]) -> None:
     values.clear()
     values.update(before)
 
@@ -279,7 +279,7 @@ class _Repeats:
             raise _Reached
 
 
-def _repeated(run: Training, record: dict[str, Any], step: StepBatches, detect: str | None) -> Replay:
+def _repeated_step(run: Training, record: dict[str, Any], step: StepBatches, detect: str | None) -> Replay:
     loop, place = run.loop, record["place"]
     modules = {f"{r}.{n}": m for r, part in recorded_modules(loop).items() for n, m in part.named_modules()}
     for name, module in modules.items():
@@ -300,7 +300,7 @@ def _repeated(run: Training, record: dict[str, Any], step: StepBatches, detect: 
     with ExitStack() as undo:
         undo.enter_context(run.listening(run.recorder))
         if detect is not None:
-            result.not_finite_before = not_finite({**dict(_tensors(loop)), "the batch": step.batches})
+            result.not_finite_before = not_finite({**dict(_tensors_by_path(loop)), "the batch": step.batches})
             undo.enter_context(_finding_origin(run, result))
         with suppress(_Reached):
             forward_backward(step)
@@ -309,7 +309,7 @@ def _repeated(run: Training, record: dict[str, Any], step: StepBatches, detect: 
         loop.gradient_clip_norm = None if record["stage"] == "hooks" else loop.gradient_clip_norm
         show_and_clip(enumerate(gradients.optimizers), gradients.learned)
     result.loss = {name or "loss": float(value) for name, value in watch.losses.items()}
-    found = {name: grad for name, t in _tensors(loop) if (grad := gradients.so_far(t)) is not None}
+    found = {name: grad for name, t in _tensors_by_path(loop) if (grad := gradients.so_far(t)) is not None}
     result.gradient_norms = {name.partition(".")[2]: float(g.norm()) for name, g in found.items()}
     if record["loss"]:
         result.loss_difference = _largest_difference(watch.losses, record["loss"])

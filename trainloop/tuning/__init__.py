@@ -9,9 +9,9 @@ from __future__ import annotations
 from trainloop.tuning.fitting import EstimatorLoop
 from trainloop.tuning.folds import Fold
 from trainloop.tuning.result import BaggedPredictor, Trial, TuneResult
-from trainloop.tuning.search import tune
+from trainloop.tuning.running.search import tune
+from trainloop.tuning.running.worker import seconds_left
 from trainloop.tuning.space import Choice, Integers, Uniform
-from trainloop.tuning.worker import seconds_left
 
 __all__ = [
     "BaggedPredictor",

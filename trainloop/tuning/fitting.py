@@ -181,14 +181,14 @@ def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metr
     if callable(metric):
         score = _score(metric, as_rows(y), predictions)
     elif metric == "val_loss":
-        score = _loss(estimator, predictions, np.asarray(y))
+        score = _validation_loss(estimator, predictions, np.asarray(y))
     else:
         metrics = import_extra("sklearn.metrics", f"metric={metric!r} of a {type(estimator).__name__}", "metrics")
         score = float(metrics.get_scorer(metric)(estimator, x, y))
     return Outcome(score, predictions, estimator, classes_of(estimator))
 
 
-def _loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
+def _validation_loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
     """Return an estimator's ``val_loss``: cross entropy, or squared error of numbers.
 
     For classes without probabilities, it is the share of wrong ones.

@@ -154,7 +154,7 @@ class TuneResult:
             raise ConfigurationError(
                 f"trial {trial.number} is not the best trial, so its models were not kept. Use tune(..., keep='all')."
             )
-        predictor = BaggedPredictor(lambda: [self._read(path) for path in paths])
+        predictor = BaggedPredictor(lambda: [self._read_stored(path) for path in paths])
         return predictor if lazy else BaggedPredictor(predictor.models)
 
     def predictions_of(self, trial: Trial) -> Any:
@@ -172,10 +172,10 @@ class TuneResult:
         finished = self._finished(trial)
         if not finished:
             raise ConfigurationError(f"trial {trial.number} has no finished fold. See its attribute errors.")
-        predictions = [np.asarray(self._read(folder / "predictions.pkl")) for _, folder in finished]
+        predictions = [np.asarray(self._read_stored(folder / "predictions.pkl")) for _, folder in finished]
         if self.folds is None:
             return predictions[0]
-        classes = [self._read(folder / "result.pkl").get("classes") for _, folder in finished]
+        classes = [self._read_stored(folder / "result.pkl").get("classes") for _, folder in finished]
         parts = dict(zip([fold for fold, _ in finished], align(predictions, classes)))
         first = next(iter(parts.values()))
         last = max(int(part.max()) for fold in self.folds for part in (fold.train, fold.validation))
@@ -210,7 +210,7 @@ class TuneResult:
             raise ConfigurationError("out-of-fold predictions need folds. Use tune(..., num_bag_folds=5).")
         return self.predictions_of(self.best_trial)
 
-    def _read(self, path: Path) -> Any:
+    def _read_stored(self, path: Path) -> Any:
         return read(path, trusted=self.trusted)
 
     def _finished(self, trial: Trial) -> list[tuple[int, Path]]:

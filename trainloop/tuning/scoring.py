@@ -187,7 +187,7 @@ def _select(predictions: list[Rows], truth: Rows, metrics: Sequence[Metric], rou
         averages = [(total + each) / added for each in predictions]
         equal, score = list(range(len(averages))), []
         for metric in metrics:
-            scores = [_number(metric(truth, averages[model])) for model in equal]
+            scores = [_comparable_score(metric(truth, averages[model])) for model in equal]
             score.append(max(scores))
             equal = [model for model, its in zip(equal, scores) if its == score[-1]]
         counts[equal[0]] += 1
@@ -198,7 +198,7 @@ def _select(predictions: list[Rows], truth: Rows, metrics: Sequence[Metric], rou
     return best[1]
 
 
-def _number(score: float) -> float:
+def _comparable_score(score: float) -> float:
     """Return the score, or minus infinity for NaN, so that scores can be compared."""
     return float("-inf") if np.isnan(score) else score
 

@@ -197,9 +197,9 @@ class _Listed:
         if self._order is None:
             rng = np.random.default_rng([self._seed, number])
             return {name: dimension.sample(rng) for name, dimension in self._dimensions.items()}
-        return self._setting(self._order[number]) if number < self.num_settings else None
+        return self._setting_at(self._order[number]) if number < self.num_settings else None
 
-    def _setting(self, index: int) -> dict[str, Any]:
+    def _setting_at(self, index: int) -> dict[str, Any]:
         """Return the setting with this index in the grid. The last parameter varies fastest."""
         params = {}
         for name, dimension in reversed(self._dimensions.items()):
@@ -256,9 +256,9 @@ class OptunaSearcher:
         elif number != self._next:
             self._study.sampler.reseed_rng()
         self._next = number + 1
-        return self._ask(number)
+        return self._ask_study(number)
 
-    def _ask(self, number: int) -> dict[str, Any]:
+    def _ask_study(self, number: int) -> dict[str, Any]:
         self._open[number] = proposed = self._study.ask(self._distributions)
         chosen = proposed.params.items()
         self._indices[number] = {name: at for name, at in chosen if isinstance(self._dimensions[name], Choice)}
@@ -290,7 +290,7 @@ class OptunaSearcher:
                         return  # the search was stored by an earlier version, and the value can't be recognised
                 chosen[name] = value
             self._study.enqueue_trial(chosen)
-            self._ask(number)
+            self._ask_study(number)
         self._study.tell(self._open.pop(number), None if failed else score, state=state)
 
 

@@ -224,7 +224,7 @@ class Storage:
             _check_owner(self.folder, os.stat(self.folder))
         self._lock = self._locked()
         try:
-            self.identity = self._checked(dict(identity))
+            self.identity = self._checked_identity(dict(identity))
         except BaseException:
             self.close()
             raise
@@ -246,7 +246,7 @@ class Storage:
         """Close the folder, so that another process can open it."""
         self._lock.release()
 
-    def _checked(self, identity: dict[str, Any]) -> dict[str, Any]:
+    def _checked_identity(self, identity: dict[str, Any]) -> dict[str, Any]:
         """Write and return the identity of a new search, or check and return the identity of the stored search.
 
         The returned identity contains the seed.

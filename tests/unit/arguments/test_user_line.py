@@ -14,7 +14,7 @@ from kit.small_loop import make_loop
 
 import trainloop
 from trainloop import AbstractCallback, errors
-from trainloop._launch import settings
+from trainloop._launch.script import settings
 from trainloop._support import user_line
 
 PACKAGE = Path(trainloop.__file__).parent

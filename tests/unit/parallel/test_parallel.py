@@ -353,7 +353,7 @@ def test_ddp_refuses_to_work_without_a_group() -> None:
 
 
 def test_torch_has_what_the_wrapper_builds_on() -> None:
-    """``_run`` stands for the body of forward: this fails where a torch makes it differently."""
+    """``_run_method`` stands for the body of forward: this fails where a torch makes it differently."""
     body = inspect.getsource(DistributedDataParallel.forward)
     for step in ("self._pre_forward(", "self._run_ddp_forward(", "self._post_forward("):
         assert body.count(step) == 1, step

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainloop._launch.module_state import dumped_modules, rank_dependent, receive_modules, users_modules
+from trainloop._launch.script.module_state import dumped_modules, receive_modules
+from trainloop._launch.script.rank_names import rank_dependent
+from trainloop._launch.script.users_modules import users_modules
 
 MODULE = """
 from types import FunctionType

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from trainloop._launch import settings
-from trainloop._launch.settings import SETTINGS, Setting, apply_settings, dumped_settings, read_settings
+from trainloop._launch.script import settings
+from trainloop._launch.script.settings import SETTINGS, Setting, apply_settings, dumped_settings, read_settings
 
 GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "pickling.rst"
 

@@ -18,7 +18,7 @@ from sklearn.linear_model import Perceptron
 
 import trainloop.tabular.predictor as predictor_module
 import trainloop.tabular.specs as specs_module
-import trainloop.tuning.local as local_module
+import trainloop.tuning.running.local as local_module
 from trainloop.errors import CheckpointError, ConfigurationError, ResourceError
 from trainloop.resources import ResourceQuota, Resources, plan
 from trainloop.tabular import TabularPredictor, get_hyperparameter_config, list_image_models, list_text_presets

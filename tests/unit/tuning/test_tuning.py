@@ -33,8 +33,8 @@ from trainloop.resources import ResourceQuota, lease, plan
 from trainloop.tuning import BaggedPredictor, Choice, EstimatorLoop, Integers, Trial, TuneResult, Uniform, fitting, tune
 from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
 from trainloop.tuning.result import best_of
+from trainloop.tuning.running.trials import Running, View
 from trainloop.tuning.scoring import scorer
-from trainloop.tuning.search import Running, View
 from trainloop.tuning.space import OptunaSearcher, make_searcher, parse_space
 from trainloop.tuning.storage import Storage, dumps, write
 
@@ -750,9 +750,10 @@ class Pretended:
 def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretended:
     monkeypatch.setenv("TRAINLOOP_LEASE_DIR", str(tmp_path / "leases"))
     backend = Pretended()
-    monkeypatch.setattr("trainloop.tuning.search.LocalBackend", lambda *_: backend)
-    monkeypatch.setattr("trainloop.tuning.search.lease_total", lambda total, *_: (list(range(total.num_cpus)), []))
-    monkeypatch.setattr("trainloop.tuning.search.machine_total", lambda total: total)
+    search = "trainloop.tuning.running.search"
+    monkeypatch.setattr(f"{search}.LocalBackend", lambda *_: backend)
+    monkeypatch.setattr(f"{search}.lease_total", lambda total, *_: (list(range(total.num_cpus)), []))
+    monkeypatch.setattr(f"{search}.machine_total", lambda total: total)
     return backend
 
 

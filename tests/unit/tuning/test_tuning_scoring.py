@@ -16,7 +16,8 @@ from sklearn.metrics import get_scorer
 from trainloop.callbacks import TimeLimit
 from trainloop.errors import ConfigurationError
 from trainloop.resources import ResourceQuota
-from trainloop.tuning import BaggedPredictor, seconds_left, tune, worker
+from trainloop.tuning import BaggedPredictor, seconds_left, tune
+from trainloop.tuning.running import worker
 from trainloop.tuning.scoring import ensemble_weights, scorer
 
 
@@ -124,7 +125,7 @@ class Noted:
         self.given.append(job.until - time.time())
 
     def wait(self, timeout_s: float) -> list[Any]:
-        from trainloop.tuning.local import note_end
+        from trainloop.tuning.running.local import note_end
 
         job = self.jobs.pop(0)
         note_end(job, 1)
@@ -147,9 +148,10 @@ def test_samples_for_weights_have_rows_of_each_class() -> None:
 
 def test_folds_get_equal_parts_of_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Noted()
-    monkeypatch.setattr("trainloop.tuning.search.LocalBackend", lambda *_: backend)
-    monkeypatch.setattr("trainloop.tuning.search.lease_total", lambda total, *_: (list(range(total.num_cpus)), []))
-    monkeypatch.setattr("trainloop.tuning.search.machine_total", lambda total: total)
+    search = "trainloop.tuning.running.search"
+    monkeypatch.setattr(f"{search}.LocalBackend", lambda *_: backend)
+    monkeypatch.setattr(f"{search}.lease_total", lambda total, *_: (list(range(total.num_cpus)), []))
+    monkeypatch.setattr(f"{search}.machine_total", lambda total: total)
     options: dict[str, Any] = {"num_trials": 2, "num_bag_folds": 3, "total": ResourceQuota(2, 0), "progress": False}
     tune(make_scaled, {"scale": [0.0, 1.0]}, data=rows(), time_limit_s=1e6, **options)
     # Two at once: three waves of 300,000 s; what ends sooner leaves its time to those after it. A tenth is kept back.

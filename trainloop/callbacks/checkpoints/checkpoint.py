@@ -279,7 +279,7 @@ class ModelCheckpoint(Saver):
             return  # AMP skipped this step
         reason = self._due.reason(step, self.every_n_steps, self.every_n_minutes)
         if reason is not None:
-            self._save(reason)
+            self._save_checkpoint(reason)
 
     def save_now(self, reason: str) -> None:
         """Write a checkpoint now, unless the last one has the same state, and wait until it is on disk.
@@ -291,13 +291,13 @@ class ModelCheckpoint(Saver):
         # Only rank 0 knows whether the write succeeded.
         missing = self._saved_step != self.train_loop_obj.global_step or self._failed
         if distributed.exchange_ints([int(missing)])[0][0]:
-            self._save(reason)
+            self._save_checkpoint(reason)
             self._finish_writing()
             distributed.barrier()
 
     def save_finished(self) -> None:
         """Write a checkpoint at the end of training, after the last step. Collective."""
-        self._save("end", final=True)
+        self._save_checkpoint("end", final=True)
         self._finish_writing()
         self._host_copy = checkpoint.HostCopy()
         self.share_paths()
@@ -313,7 +313,7 @@ class ModelCheckpoint(Saver):
             return None
         info = CheckpointInfo(loop.history_epoch, loop.global_step, self._checkpoints.run, 0, None, "error")
         error = error_of(partial(self._write, self._excluded.removed_unchecked(state), info))
-        self._report(error, info.step)
+        self._report_failed_write(error, info.step)
         return self.last_path if error is None else None
 
     def share_paths(self) -> None:
@@ -387,7 +387,7 @@ class ModelCheckpoint(Saver):
         is_last = loop.is_global_zero and self._saved_step == loop.global_step
         missing = is_last and all(one.info and one.info.step != loop.global_step for one in self.own_checkpoints())
         if distributed.exchange_ints([int(missing)])[0][0]:
-            self._save("restart")
+            self._save_checkpoint("restart")
 
     @logs_nothing
     def on_epoch_end(self) -> None:
@@ -406,9 +406,9 @@ class ModelCheckpoint(Saver):
             better = value is not None and self._metric.improves(value, best)
             improved = bool(distributed.exchange_ints([int(better)])[0][0])
         if self.every_n_epochs is not None and (loop.epoch + 1) % self.every_n_epochs == 0:
-            self._save("epoch", value)
+            self._save_checkpoint("epoch", value)
         elif improved:
-            self._save("improved", value)
+            self._save_checkpoint("improved", value)
 
     @logs_nothing
     def on_train_end(self) -> None:
@@ -427,7 +427,7 @@ class ModelCheckpoint(Saver):
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def _save(self, reason: str, value: float | None = None, *, final: bool = False) -> None:
+    def _save_checkpoint(self, reason: str, value: float | None = None, *, final: bool = False) -> None:
         """Write a checkpoint. Collective: rank 0 writes; the other ranks wait only until rank 0 has their state."""
         loop = self.train_loop_obj
         self._finish_writing()  # first, so that the next copy can reuse the memory of the previous one
@@ -465,7 +465,7 @@ class ModelCheckpoint(Saver):
             return
         error = write()
         if loop.is_global_zero:
-            self._report(error, info.step)
+            self._report_failed_write(error, info.step)
 
     def _is_sharded(self) -> bool:
         return self.train_loop_obj.gpu_mode == "fsdp"
@@ -486,9 +486,9 @@ class ModelCheckpoint(Saver):
             writing, self._writing = self._writing, None
             error = writing.wait(seconds)
             if self.train_loop_obj.is_global_zero:
-                self._report(error, writing.step)
+                self._report_failed_write(error, writing.step)
 
-    def _report(self, error: Exception | None, step: int) -> None:
+    def _report_failed_write(self, error: Exception | None, step: int) -> None:
         self._failed = error is not None
         if isinstance(error, CheckpointError):
             raise error  # later checkpoints would fail too

@@ -97,7 +97,7 @@ class RunCheckpoints:
         put(name, info)
         checkpoint.mark_newest(self.folder, name, run=self.run)
         written = Checkpoint(self.folder.path(name), name, info)
-        kept = _kept([*(f for f in files if f not in replaced), written], keep, self._metric)
+        kept = _checkpoints_to_keep([*(f for f in files if f not in replaced), written], keep, self._metric)
         for file in files:
             if file not in kept and file.name != name:
                 self._remove(file)
@@ -162,7 +162,7 @@ def _best_first(files: Sequence[Checkpoint], metric: Monitor | None) -> list[Che
     return [file for _, file in ranked]
 
 
-def _kept(files: Sequence[Checkpoint], keep: int | None, metric: Monitor | None) -> list[Checkpoint]:
+def _checkpoints_to_keep(files: Sequence[Checkpoint], keep: int | None, metric: Monitor | None) -> list[Checkpoint]:
     """Return the checkpoints of ``files`` (oldest first) to keep, oldest first.
 
     The newest is always kept, because a killed run resumes from it. If fewer than ``keep`` checkpoints have a metric,
@@ -199,11 +199,11 @@ class BackgroundWrite:
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         # Not a pool: it takes no work once the main thread has ended, while a thread may still train.
         self._thread = threading.Thread(
-            target=self._run, name=f"checkpoint of step {step}", daemon=False, args=(write,)
+            target=self._run_in_thread, name=f"checkpoint of step {step}", daemon=False, args=(write,)
         )
         self._thread.start()
 
-    def _run(self, write: Callable[[], Exception | None]) -> None:
+    def _run_in_thread(self, write: Callable[[], Exception | None]) -> None:
         # ``write`` is not an attribute: only the thread refers to the data, so the data is freed once it is written.
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)

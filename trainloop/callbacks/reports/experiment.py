@@ -289,7 +289,7 @@ class ExperimentEndSave(AbstractCallback):
                 metadata = {**(metadata or {}), "loss": loss()}
             if loop.is_global_zero:
                 score = partial(self._score, part, package, y_pred, y_true, metadata)
-                problems += self._try(f"scoring with the {part} result package", score)
+                problems += self._guarded(f"scoring with the {part} result package", score)
         try:
             self.results = distributed.broadcast_object(self.results)
         except UnpicklableError as error:  # without a key, ranks exchange only plain values
@@ -298,15 +298,15 @@ class ExperimentEndSave(AbstractCallback):
         if state is not None:
             where = self.experiment.folder
             info = checkpoint.CheckpointInfo(loop.epoch, loop.global_step, reason="end")
-            problems += self._try("saving the model", lambda: checkpoint.save(where.path("model.pt"), state, info))
-            self._try("writing the report", lambda: self._write_report(problems))
+            problems += self._guarded("saving the model", lambda: checkpoint.save(where.path("model.pt"), state, info))
+            self._guarded("writing the report", lambda: self._write_report(problems))
 
     def _score(self, part: str, package: Any, y_pred: Any, y_true: Any, metadata: Any) -> None:
         if hasattr(package, "hyperparameters"):
             package.hyperparameters = self.experiment.hyperparams
         self.results[part] = evaluate_result_package(package, y_pred, y_true, metadata)
 
-    def _try(self, what: str, work: Callable[[], None]) -> list[str]:
+    def _guarded(self, what: str, work: Callable[[], None]) -> list[str]:
         try:
             work()
         except Exception as error:
@@ -336,7 +336,7 @@ class ExperimentEndSave(AbstractCallback):
             if values:
                 width = max(len(str(name)) for name in values)
                 lines += [heading.capitalize(), "-" * len(heading)]
-                lines += [f"{name!s:<{width}}  {_shown(value)}" for name, value in values.items()]
+                lines += [f"{name!s:<{width}}  {_shown_value(value)}" for name, value in values.items()]
                 lines += [""]
         if problems:
             lines += ["Problems", "--------", *problems, ""]
@@ -413,5 +413,5 @@ def _jsonable(value: Any) -> Any:
     return f"{value.__module__}.{name}" if name else repr(value)
 
 
-def _shown(value: Any) -> str:
+def _shown_value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)

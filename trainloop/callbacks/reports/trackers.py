@@ -196,7 +196,7 @@ class ServiceTracker(Tracker):
             return
         self._checked = True
         if self.train_loop_obj.global_step > 0:  # a resumed run, which continues without the service
-            self._attempt("the run could not be opened", self._open)
+            self._call_service("the run could not be opened", self._open)
             return
         try:
             self._open()
@@ -222,10 +222,10 @@ class ServiceTracker(Tracker):
 
     def _send_pending(self) -> None:
         rows = self._pending
-        if rows and self._attempt("values could not be sent", lambda: self._send(rows)):
+        if rows and self._call_service("values could not be sent", lambda: self._send(rows)):
             self._pending = []
 
-    def _attempt(self, what: str, call: Callable[[], object]) -> bool:
+    def _call_service(self, what: str, call: Callable[[], object]) -> bool:
         """Call a function of the service; return False if it failed, which is reported once."""
         began = time.monotonic()
         try:
@@ -235,7 +235,7 @@ class ServiceTracker(Tracker):
         except Exception as error:  # of the service, its client, the network
             now = time.monotonic()
             self._retry_at = now + _SHARE_OF_TIME * (now - began)
-            self._report(
+            self._warn_once_of(
                 what,
                 f"{what} ({type(error).__name__}: {error}). Training continues; values are kept, and sent once the "
                 "service works again.",
@@ -243,7 +243,7 @@ class ServiceTracker(Tracker):
             return False
         return True
 
-    def _report(self, what: str, text: str) -> None:
+    def _warn_once_of(self, what: str, text: str) -> None:
         if what not in self._reported:
             self._reported.add(what)
             warn_or_print(f"{self.callback_name}: {text}", RuntimeWarning)
@@ -252,12 +252,12 @@ class ServiceTracker(Tracker):
         self._send_pending()
         lost = self._lost + len(self._pending)
         if lost:
-            self._report(
+            self._warn_once_of(
                 "lost", f"{lost} rows of values could not be sent until the end of the training, and are lost."
             )
         self._pending, self._lost = [], 0
         if self._run is not None:
-            self._attempt("the run could not be closed", lambda: self._close(exception))
+            self._call_service("the run could not be closed", lambda: self._close(exception))
         self._run = None
 
     def _close(self, exception: BaseException | None) -> None:
@@ -374,7 +374,7 @@ class WandBTracking(ServiceTracker):
             )
             self.run_id = self._run.id
         for folder in self.source_dirs:
-            self._attempt(f"the code of {folder!r} could not be stored", partial(self._run.log_code, folder))
+            self._call_service(f"the code of {folder!r} could not be stored", partial(self._run.log_code, folder))
         # wandb's own step must increase with each call, but epoch values have the same step as earlier step values.
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step")
@@ -461,7 +461,7 @@ class MLflowTracking(ServiceTracker):
             self.run_id = run.info.run_id
             for key, value in (self.hyperparams or {}).items():
                 call = partial(client.log_param, self.run_id, self._accepted(key), value)
-                self._attempt(f"the hyperparameter {key!r} could not be sent", call)
+                self._call_service(f"the hyperparameter {key!r} could not be sent", call)
         else:
             client.update_run(self.run_id, status="RUNNING")
         self._run = client
@@ -471,7 +471,7 @@ class MLflowTracking(ServiceTracker):
         """Return a name without the characters that MLflow refuses."""
         accepted = _REFUSED.sub("_", name)
         if accepted != name:
-            self._report(name, f"MLflow does not accept the name {name!r}, so it is sent as {accepted!r}.")
+            self._warn_once_of(name, f"MLflow does not accept the name {name!r}, so it is sent as {accepted!r}.")
         return accepted
 
     def _send(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
@@ -491,7 +491,7 @@ class MLflowTracking(ServiceTracker):
             if getattr(error, "error_code", None) not in _INVALID:
                 raise
             if len(metrics) == 1:
-                self._report(
+                self._warn_once_of(
                     f"refused {metrics[0].key}",
                     f"MLflow refuses values of {metrics[0].key!r} ({error}). Training continues without them.",
                 )

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from trainloop import checkpoint
 from trainloop._launch.failures import RECORDED, about_record, described, failure_of
 from trainloop._launch.rank_process import started_by_launch
-from trainloop._launch.settings import numeric_settings
+from trainloop._launch.script.settings import numeric_settings
 from trainloop._support import rng
 from trainloop._support.carried import places_of
 from trainloop._support.nested import map_parts, tensors_of
@@ -125,9 +125,9 @@ class FailureRecorder(AbstractCallback):
         self._folder = checkpoint.folder(dirpath)
         self._fit = ""  # ID of the call of fit; the same after each restart
         self._found = False
-        self._forget()
+        self._forget_step()
 
-    def _forget(self) -> None:
+    def _forget_step(self) -> None:
         self._step: Any = None  # the step that the attributes below describe
         self._random = rng.Snapshots()
         self._states: list[Any] = []  # random states before each forward
@@ -135,7 +135,7 @@ class FailureRecorder(AbstractCallback):
         self._losses: dict[str, Tensor] = {}
         self._batches: list[Any] = []
         self._versions: list[tuple[Tensor, int]] = []
-        self._place: dict[str, Any] = {}
+        self._position: dict[str, Any] = {}
         self._buffers: list[tuple[str, nn.Module, str]] = []  # buffers that a replay may have to restore
         self._seen: dict[str, tuple[Any, int]] = {}
         self._planned: list[Any] = []  # the buffers that the next three attributes are for
@@ -149,7 +149,7 @@ class FailureRecorder(AbstractCallback):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         blank = FailureRecorder.__new__(FailureRecorder)
-        blank._forget()
+        blank._forget_step()
         return {**state, **blank.__dict__}
 
     def on_train_loop_registration(self) -> None:
@@ -159,28 +159,28 @@ class FailureRecorder(AbstractCallback):
         self._folder.check_writable()
 
     def on_train_begin(self) -> None:
-        self._forget()
+        self._forget_step()
         self.train_loop_obj.watch(self)
 
     def on_train_end(self) -> None:
-        self._forget()
+        self._forget_step()
 
     # -- before a failure: references and random states --------------------------------------------------------------
 
     def forward_begins(self, first: bool) -> None:
         """Save the random states. The training loop calls this right before each forward, after the batch is loaded."""
         if first:
-            self._begin()
+            self._note_step()
         self._states.append(self._random.take())
 
-    def _begin(self) -> None:
+    def _note_step(self) -> None:
         loop = self.train_loop_obj
         run = loop.watch()
         self._step, self._states, self._ended, self._losses = run.step_in_work, [], 0, {}
         # get_loss may remove an entry from a dict, or write into a tensor.
         self._versions = []
         self._batches = [self._shell(batch) for batch in self._step.batches]
-        self._place = {
+        self._position = {
             "epoch": loop.epoch,
             "step": loop.global_step + 1,
             "total_iteration_idx": loop.total_iteration_idx,
@@ -214,10 +214,10 @@ class FailureRecorder(AbstractCallback):
         if len(now) != len(self._planned) or not all(map(operator.is_, now, self._planned)):
             self._plan_copies(now)
         try:
-            self._copies = [_joined(group) for _, group in self._groups]
+            self._copies = [_copied_together(group) for _, group in self._groups]
         except RuntimeError:  # a buffer has another shape or dtype now
             self._plan_copies(now)
-            self._copies = [_joined(group) for _, group in self._groups]
+            self._copies = [_copied_together(group) for _, group in self._groups]
         self._seen = {path: (buffer, buffer._version) for path, buffer in self._large.items()}
 
     def _plan_copies(self, now: list[Any]) -> None:
@@ -249,7 +249,7 @@ class FailureRecorder(AbstractCallback):
         on_cpu = run.place.device.type == "cpu"
         last = self._ended % max(len(self._batches), 1) == 0
         every, begun = self.check_every_n_steps, perf_counter()
-        due = begun >= self._next_check if every is None else self._place["step"] % every == 0
+        due = begun >= self._next_check if every is None else self._position["step"] % every == 0
         checks_all = due and last
         bad_loss = (checks_all or (on_cpu and (due or every is None))) and not _are_finite(self._losses)
         names: list[str] = []
@@ -268,7 +268,7 @@ class FailureRecorder(AbstractCallback):
 
     def _record_values(self, what: str) -> None:
         weights = not_finite(dict(self.train_loop_obj.model.named_parameters()))
-        where = f"{what} in step {self._place['step']} (epoch {self._place['epoch'] + 1})"
+        where = f"{what} in step {self._position['step']} (epoch {self._position['epoch'] + 1})"
         if weights:
             where += f"; parameters that were not finite before this step: {len(weights)} (such as {weights[0]!r})"
         try:
@@ -276,7 +276,9 @@ class FailureRecorder(AbstractCallback):
             if refused:
                 line = refused
             else:
-                path = self._write("step", "not finite", {"type": "", "text": where, "traceback": ""}, "backward")
+                path = self._write_record(
+                    "step", "not finite", {"type": "", "text": where, "traceback": ""}, "backward"
+                )
                 line = f'Find the cause in your own script: tl.replay("{path}", detect="nan")'
         except Exception as error:
             line = self._not_written(error)
@@ -290,7 +292,7 @@ class FailureRecorder(AbstractCallback):
             note = self._record_exception(exception)
         except Exception as error:
             note = self._not_written(error)
-        self._forget()
+        self._forget_step()
         if note and hasattr(exception, "add_note"):
             # For a rank started by launch, the message of WorkerFailedError names the file.
             if getattr(exception, RECORDED, None) is None or not started_by_launch():
@@ -314,13 +316,13 @@ class FailureRecorder(AbstractCallback):
                 return refused
             if self._step is not run.step_in_work:  # a hook failed before the first forward
                 self.forward_begins(True)
-            path = self._write("step", error["type"], error, run.stage)
+            path = self._write_record("step", error["type"], error, run.stage)
         elif run.stage == "data":
             indices = run.feed.next_indices()
             if indices is None:
                 return ""
-            self._place = {"epoch": run.loop.epoch, "step": run.loop.global_step + 1, "total_iteration_idx": 0}
-            path = self._write("loader", error["type"], error, run.stage, checkpoint.plain(indices))
+            self._position = {"epoch": run.loop.epoch, "step": run.loop.global_step + 1, "total_iteration_idx": 0}
+            path = self._write_record("loader", error["type"], error, run.stage, checkpoint.plain(indices))
         else:
             return ""
         with suppress(Exception):  # a class with __slots__ may not allow it
@@ -340,9 +342,9 @@ class FailureRecorder(AbstractCallback):
     def _not_written(self, error: Exception) -> str:
         return f"FailureRecorder could not write to {self._folder.location}: {described(error)}"
 
-    def _write(self, kind: str, reason: str, error: dict[str, str], stage: str, indices: Any = None) -> str:
+    def _write_record(self, kind: str, reason: str, error: dict[str, str], stage: str, indices: Any = None) -> str:
         """Write the record and return its path. If this call of fit has recorded the same failure, return that path."""
-        loop, step = self.train_loop_obj, self._place["step"]
+        loop, step = self.train_loop_obj, self._position["step"]
         stem = f"failure-step={step:08d}-rank={loop.rank}"
         for version in count(1):
             path = self._folder.path(f"{stem}{f'_{version}' if version > 1 else ''}.pt")
@@ -359,12 +361,12 @@ class FailureRecorder(AbstractCallback):
             "failure": 1,
             "kind": kind,
             "error": error,
-            "place": {**self._place, "rank": loop.rank, "world_size": loop.world_size, "mode": loop.gpu_mode},
+            "place": {**self._position, "rank": loop.rank, "world_size": loop.world_size, "mode": loop.gpu_mode},
             "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
             "indices": indices,
             **(self._step_state(stage) if kind == "step" else {}),
         }
-        info = CheckpointInfo(epoch=self._place["epoch"], step=step, run=self._fit, reason=reason)
+        info = CheckpointInfo(epoch=self._position["epoch"], step=step, run=self._fit, reason=reason)
         checkpoint.save(path, record, info)
         self.recorded = path
         return path
@@ -425,7 +427,7 @@ class FailureRecorder(AbstractCallback):
         return buffer is not mark[0] or buffer._version != mark[1]
 
 
-def _joined(group: list[Tensor]) -> Tensor:
+def _copied_together(group: list[Tensor]) -> Tensor:
     """Return a copy of a tensor, or of several tensors of one form, by one operation."""
     return group[0].detach().clone() if len(group) == 1 else torch.stack(group).detach()
 
@@ -463,20 +465,20 @@ def _floating_point(value: Any) -> Iterator[Tensor]:
             yield tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no norm
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_data(value: Any) -> bool:
     """Return True if a checkpoint restores the value with the same types."""
     kind = type(value)
     if kind is Tensor:
         return not (value.requires_grad or value.is_meta or value.is_quantized)
     if kind in (list, tuple, set):
-        return all(map(_is_plain, value))
+        return all(map(_is_plain_data, value))
     if kind is dict:
-        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+        return all(_is_plain_data(key) and _is_plain_data(item) for key, item in value.items())
     return kind in _PLAIN
 
 
 def _packed(value: Any) -> dict[str, Any]:
-    if _is_plain(value):
+    if _is_plain_data(value):
         return {"plain": value}
     file = io.BytesIO()
     try:

@@ -86,9 +86,9 @@ class TerminateOnNaN(GradientCallbackBase):
         self._metric = Monitor(monitor, "min", owner="TerminateOnNaN", judges=False)  # the mode is not used
         self._every = 1
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
-        self._forget()
+        self._forget_values()
 
-    def _forget(self) -> None:
+    def _forget_values(self) -> None:
         self._values: list[Tensor] = []
         self._sources: list[tuple[int, str | None]] = []  # step and parameter of each value; None for the loss
         self._gradients_from = 0  # index in both lists at which the current step's gradients begin
@@ -102,7 +102,7 @@ class TerminateOnNaN(GradientCallbackBase):
         loop = self.train_loop_obj
         self.found = None
         self._parameters = {}
-        self._forget()
+        self._forget_values()
         self._every = self.check_every_n_steps or (1 if loop.device.type == "cpu" else 50)
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
@@ -143,19 +143,19 @@ class TerminateOnNaN(GradientCallbackBase):
         if self._step_done:
             self._step_done = False
             if self._steps >= self._every:
-                self._check()
+                self._check_values()
 
     @logs_nothing
     def on_epoch_end(self) -> None:
-        self._check()
+        self._check_values()
         value = self._metric.new_value(self.train_loop_obj)
         if value is not None and not math.isfinite(value) and self.found is None:
             loop = self.train_loop_obj
-            self._stop(NonFinite(loop.epoch, loop.global_step, f"{self.monitor} is {value}"))
+            self._report_and_end(NonFinite(loop.epoch, loop.global_step, f"{self.monitor} is {value}"))
 
-    def _check(self) -> None:
+    def _check_values(self) -> None:
         values, sources = self._values, self._sources
-        self._forget()
+        self._forget_values()
         if not values or self.found is not None:
             return
         # This is the only wait for the device, once per `check_every_n_steps`.
@@ -165,9 +165,9 @@ class TerminateOnNaN(GradientCallbackBase):
         step = min(step for step, _ in bad)
         parameters = tuple(dict.fromkeys(name for its_step, name in bad if its_step == step and name is not None))
         what = describe_not_finite(loss=(step, None) in bad, gradients=parameters)
-        self._stop(NonFinite(self.train_loop_obj.epoch, step, what, parameters))
+        self._report_and_end(NonFinite(self.train_loop_obj.epoch, step, what, parameters))
 
-    def _stop(self, found: NonFinite) -> None:
+    def _report_and_end(self, found: NonFinite) -> None:
         loop = self.train_loop_obj
         self.found = found
         self.end_training()

@@ -107,7 +107,7 @@ class Profiler(AbstractCallback):
             self._running = profiler.profile(
                 activities=activities,
                 schedule=schedule,
-                on_trace_ready=self._write,
+                on_trace_ready=self._write_trace,
                 record_shapes=self.record_shapes,
                 profile_memory=self.profile_memory,
                 with_stack=self.with_stack,
@@ -124,9 +124,9 @@ class Profiler(AbstractCallback):
             return
         self._running.step()
         if self._steps == self.skip + self.warmup + self.active:
-            self._end()
+            self._stop_profiler()
 
-    def _write(self, running: Any) -> None:
+    def _write_trace(self, running: Any) -> None:
         loop = self.train_loop_obj
         path = os.path.join(self.dirpath, f"rank{loop.rank}_step{loop.global_step}.pt.trace.json")
         with warning_if_not_written("Profiler", path):
@@ -135,17 +135,17 @@ class Profiler(AbstractCallback):
         by = "self_cuda_time_total" if loop.device.type == "cuda" else "self_cpu_time_total"
         self.table = running.key_averages().table(sort_by=by, row_limit=15)
 
-    def _end(self) -> None:
+    def _stop_profiler(self) -> None:
         if self._running is not None:
             running, self._running = self._running, None
             running.stop()  # this writes a trace if active steps were traced
 
     @logs_nothing
     def on_train_end(self) -> None:
-        self._end()
+        self._stop_profiler()
 
     def on_exception(self, exception: BaseException) -> None:
-        self._end()
+        self._stop_profiler()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_running"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -21,9 +20,21 @@ from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import count_of
 from trainloop.callbacks.base import AbstractCallback, logs_nothing
 from trainloop.callbacks.monitor import Monitor
+from trainloop.callbacks.weights.torch_schedulers import (
+    CLASS_KEY,
+    is_plateau,
+    is_scheduler,
+    load_scheduler,
+    restore_counters,
+    schedule_length,
+    scheduler_class,
+    scheduler_state,
+    settings_that_differ,
+    state_fits,
+)
 from trainloop.devices import whole_number
 from trainloop.distributed.ranks import is_global_zero
-from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer
 from trainloop.optim.optimizers import optimizers_of
 
@@ -37,18 +48,6 @@ __all__ = [
 
 _WRONG_ORDER = r".*(lr_scheduler|optimizer)\.step\(\)`"  # a warning of torch's schedulers
 
-# Schedulers of torch that change the rate until a step, and the attribute that contains this step. True: the training
-# should end at this step. False: the schedule may end earlier, and the rate then stays.
-_LENGTHS = {
-    "OneCycleLR": ("total_steps", True),
-    "PolynomialLR": ("total_iters", True),
-    "CosineAnnealingLR": ("T_max", True),
-    "LinearLR": ("total_iters", False),
-    "ConstantLR": ("total_iters", False),
-    "MultiStepLR": ("milestones", False),
-}
-OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
-"""Settings that schedulers of torch keep in the optimizer's groups."""
 _RATE_LEFT = 1e-3  # below this part of its initial value, a learning rate hardly trains
 
 
@@ -68,7 +67,7 @@ class AbstractScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scheduler's own state."""
-        return {} if self.scheduler is None else _state_of(self.scheduler)
+        return {} if self.scheduler is None else scheduler_state(self.scheduler)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that :meth:`state_dict` returned. Learning rates are part of the optimizer's state."""
@@ -77,22 +76,22 @@ class AbstractScheduler:
         if not AbstractScheduler.fits(self, state_dict):  # torch would mix the attributes of both, or raise a KeyError
             if is_global_zero():
                 warn(
-                    f"{type(self).__name__}: the checkpoint has the state of a {state_dict[_KIND]}, but this fit has a "
-                    f"{_kind(self.scheduler)}. That state is ignored: the new schedule begins at its first step, with "
-                    "the checkpoint's learning rate. To begin with another rate, set group['lr'] in a callback's "
-                    "on_resume."
+                    f"{type(self).__name__}: the checkpoint has the state of a {state_dict[CLASS_KEY]}, but this fit "
+                    f"has a {scheduler_class(self.scheduler)}. That state is ignored: the new schedule begins at its "
+                    "first step, with the checkpoint's learning rate. To begin with another rate, set group['lr'] in a "
+                    "callback's on_resume."
                 )
             return
-        _load_into(self.scheduler, state_dict)
-        _restore_counters(self.scheduler)
+        load_scheduler(self.scheduler, state_dict)
+        restore_counters(self.scheduler)
 
     def fits(self, state_dict: Mapping[str, Any]) -> bool:
         """Return True if a state is that of a scheduler of the same class."""
-        return self.scheduler is None or not state_dict or _fits(self.scheduler, state_dict)
+        return self.scheduler is None or not state_dict or state_fits(self.scheduler, state_dict)
 
     def other_settings(self, state_dict: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         """Return the arguments of the scheduler that differ in a state: ``(name, value in the state, own value)``."""
-        return [] if self.scheduler is None else _other_settings(self.scheduler, state_dict)
+        return [] if self.scheduler is None else settings_that_differ(self.scheduler, state_dict)
 
 
 # Arguments of torch's schedulers (and of transformers' functions) that are numbers of steps.
@@ -174,7 +173,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             raise ConfigurationError(
                 f"LRScheduler: interval={interval!r}: must be 'step' or 'epoch'. Name the scheduler's arguments."
             )
-        made = _is_scheduler(scheduler)
+        made = is_scheduler(scheduler)
         if not made and not callable(scheduler):
             raise ConfigurationError(
                 f"LRScheduler: scheduler={scheduler!r}: must be a class of torch.optim.lr_scheduler, a function "
@@ -203,7 +202,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         self._length_in_script: int | None = None
         self._metric: Monitor | None = None
         self._judged_step = 0
-        if _is_plateau(scheduler):
+        if is_plateau(scheduler):
             self._check_plateau()
 
     def reset(self) -> None:
@@ -219,16 +218,16 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if self.factory is None:
             self._refuse_other(optimizer)
         elif self._optimizer_of_loop is not optimizer:
-            self._make(optimizer)
+            self._make_scheduler(optimizer)
         self._groups = self._groups or len(optimizer.param_groups)
         self._check_step()
-        if _is_plateau(self.scheduler):
+        if is_plateau(self.scheduler):
             self._check_plateau()
             # Torch's scheduler decides by its own mode, 'min' by default.
             self._metric = self._metric or Monitor(self.monitor or "val_loss", self.scheduler.mode, owner="LRScheduler")
             self._metric.check(loop)
         self._check_length()
-        self._length_in_script = self._length()[0]
+        self._length_in_script = self._schedule_length()[0]
 
     def follow_optimizer(self) -> None:
         """Begin the schedule again, for the steps left, if the loop has another optimizer now.
@@ -245,9 +244,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         begin = self._begin - self._count - int(ended and self._seen_step != self.train_loop_obj.global_step)
         of_fit = self._units_of_fit()
         if of_fit is None or begin + of_fit > 0:  # otherwise the next fit begins the schedule
-            self._make(now, begin)
+            self._make_scheduler(now, begin)
 
-    def _make(self, optimizer: Optimizer, begin: int = 0) -> None:
+    def _make_scheduler(self, optimizer: Optimizer, begin: int = 0) -> None:
         """Create the scheduler of an optimizer that the loop has now."""
         assert self.factory is not None
         self._count, self._begin, self._groups = 0, begin, len(optimizer.param_groups)
@@ -301,7 +300,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             raise ConfigurationError(
                 f"LRScheduler: scheduler made {self.scheduler!r}: it must be a function (optimizer) -> scheduler."
             )
-        if why := why_not(step, *([0.0] if _is_plateau(self.scheduler) else [])):
+        if why := why_not(step, *([0.0] if is_plateau(self.scheduler) else [])):
             raise ConfigurationError(
                 f"LRScheduler: {type(self.scheduler).__name__}.step() can't be called without arguments: {why}. If "
                 "step() takes the number of the epoch or step, write a callback. It creates the scheduler in "
@@ -324,13 +323,13 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             of_fit = -(-(loop.num_optimizer_steps() or 0) // of_epoch)
         return of_fit
 
-    def _length(self) -> tuple[int | None, bool]:
+    def _schedule_length(self) -> tuple[int | None, bool]:
         """Return the number of steps until the schedule ends, or ``None``; and False if it may end earlier."""
-        return _length_of(self.scheduler)
+        return schedule_length(self.scheduler)
 
     def _check_length(self) -> None:
         loop = self.train_loop_obj
-        length, exact = self._length()
+        length, exact = self._schedule_length()
         planned = None if length is None or loop.train_loader is None else self._planned_steps()
         if length is None or planned is None or not loop.is_global_zero:
             return
@@ -397,7 +396,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 
     def on_resume(self) -> None:
         """Warn if the schedule, which is the checkpoint's, ends earlier than the script's would."""
-        (length, exact), meant = self._length(), self._length_in_script
+        (length, exact), meant = self._schedule_length(), self._length_in_script
         of_run = any(self.factory_kwargs.get(name, 0) is None for name in _STEP_COUNTS)
         if length is None or meant is None or length >= meant or not (exact or of_run) or self._begin < 0:
             return
@@ -416,7 +415,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         if self.interval == "step" and self._metric is None:
             self._seen_step = self.train_loop_obj.global_step
             if self._is_trained() and not self.train_loop_obj.step_skipped:
-                self._step()
+                self._step_scheduler()
 
     def on_batch_end(self) -> None:
         # A plateau's metric may be logged in this hook, by callbacks before this one.
@@ -441,11 +440,11 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                 self.scheduler.step(value)
         elif loop.cut is None:
             if metric is None:
-                self._step()
+                self._step_scheduler()
             elif (value := metric.new_value(loop)) is not None:
-                self._step(value)
+                self._step_scheduler(value)
 
-    def _step(self, *metric: float) -> None:
+    def _step_scheduler(self, *metric: float) -> None:
         self._count += 1
         if self._count % self.frequency == 0:
             # The step of the optimizer that precedes the first step of a resumed schedule was before the checkpoint.
@@ -580,110 +579,3 @@ def warn_of_rates_left(optimizer: Any, callbacks: Sequence[Any]) -> None:
             f"{rates[0][1]:.3g}), and this fit has no schedule, so that it hardly trains. Set group['lr'] in "
             "optimizer.param_groups, or pass a schedule in callbacks."
         )
-
-
-def _length_of(scheduler: Any) -> tuple[int | None, bool]:
-    """Return the number of steps until a scheduler of torch ends, or ``None``; and False if it may end earlier."""
-    kind = type(scheduler).__name__
-    parts, begins = getattr(scheduler, "_schedulers", ()), getattr(scheduler, "_milestones", ())
-    if parts and begins:  # SequentialLR
-        last, exact = _length_of(parts[-1])
-        return begins[-1] + (last or 0), exact
-    attribute, exact = _LENGTHS.get(kind, ("", False))
-    length = getattr(scheduler, attribute, None)
-    if kind == "MultiStepLR":
-        length = max(length or (0,))
-    return (length, exact) if isinstance(length, int) else (None, False)
-
-
-def _is_scheduler(scheduler: Any) -> bool:
-    # Duck typing, because not all schedulers derive from torch's base class.
-    return not isinstance(scheduler, type) and hasattr(scheduler, "optimizer") and hasattr(scheduler, "step")
-
-
-def _is_plateau(scheduler: Any) -> bool:
-    plateau = lr_scheduler.ReduceLROnPlateau
-    return issubclass(scheduler, plateau) if isinstance(scheduler, type) else isinstance(scheduler, plateau)
-
-
-_NESTED = "trainloop: nested schedulers"
-_KIND = "trainloop: class"
-
-
-def _kind(scheduler: Any) -> str:
-    """Return the name of a scheduler's class, with those of the schedulers that it runs in turn or together."""
-    parts = ", ".join(_kind(part) for part in getattr(scheduler, "_schedulers", ()))
-    return f"{type(scheduler).__name__}({parts})" if parts else type(scheduler).__name__
-
-
-def _fits(scheduler: Any, state: Mapping[str, Any]) -> bool:
-    return state.get(_KIND, _kind(scheduler)) == _kind(scheduler)  # older checkpoints lack this entry
-
-
-def _state_of(scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's state with the states of schedulers in its attributes instead of these schedulers.
-
-    A warm-up scheduler often holds the scheduler that follows it, and torch's ``state_dict`` would return this object.
-    """
-    state = _own_state(scheduler)
-    nested = [name for name, value in state.items() if _is_scheduler(value) and getattr(scheduler, name, None) is value]
-    inner = {name: _state_of(state[name]) for name in nested}
-    return {**state, **inner, **({_NESTED: nested} if nested else {}), _KIND: _kind(scheduler)}
-
-
-def _load_into(scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Load the result of :func:`_state_of` into a scheduler, and into those in its attributes."""
-    state = dict(state)
-    state.pop(_KIND, None)
-    for name in state.pop(_NESTED, ()):
-        inner = getattr(scheduler, name, None)
-        if not _is_scheduler(inner) or not _fits(inner, state[name]):
-            raise CheckpointError(
-                f"the checkpoint has the state of a scheduler in {type(scheduler).__name__}.{name}, but this script's "
-                f"has {inner!r}. Pass the scheduler of the checkpoint's run."
-            )
-        _load_into(inner, state[name])
-        state[name] = inner
-    if hasattr(scheduler, "load_state_dict"):
-        scheduler.load_state_dict(state)
-    else:
-        vars(scheduler).update(state)
-
-
-def _own_state(scheduler: Any) -> dict[str, Any]:
-    """Return what ``state_dict`` returns; of a user's class without it, the attributes, as torch's base class does."""
-    if hasattr(scheduler, "state_dict"):
-        return dict(scheduler.state_dict())
-    attributes = getattr(scheduler, "__dict__", {})
-    return {k: v for k, v in attributes.items() if _is_scheduler(v) or not (isinstance(v, Optimizer) or callable(v))}
-
-
-def _other_settings(scheduler: Any, state: Any) -> list[tuple[str, Any, Any]]:
-    """Compare the arguments of a scheduler, and of the schedulers within it, with those in a state."""
-    own = {} if scheduler is None else _own_state(scheduler)
-    if not isinstance(state, Mapping) or not isinstance(own, Mapping) or not _fits(scheduler, state):
-        return []
-    arguments = set(inspect.signature(type(scheduler).__init__).parameters) - {"last_epoch", "optimizer", "schedulers"}
-    names = [name for name in own if name in state and name.lstrip("_") in arguments]
-    pairs = {name.lstrip("_"): (_plain(state[name]), _plain(own[name])) for name in names}
-    kind = type(scheduler).__name__
-    found = [(f"{kind}'s {name}", before, now) for name, (before, now) in pairs.items() if before != now]
-    parts, states = list(getattr(scheduler, "_schedulers", ())), list(state.get("_schedulers", ()))
-    parts += [own.get(name) for name in state.get(_NESTED, ())]
-    states += [state[name] for name in state.get(_NESTED, ())]
-    return found + [one for part, its in zip(parts, states) for one in _other_settings(part, its)]
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that can be compared and shown: a list for a Counter of milestones, None for a tensor."""
-    if isinstance(value, (dict, list, tuple)):
-        return sorted(value) if isinstance(value, dict) else list(value)
-    return value if isinstance(value, (int, float, str)) else None
-
-
-def _restore_counters(scheduler: Any) -> None:
-    """Convert ``MultiStepLR``'s milestones back to a Counter, because a checkpoint contains a plain dict."""
-    if isinstance(scheduler, lr_scheduler.MultiStepLR):
-        scheduler.milestones = Counter(scheduler.milestones)
-    for part in getattr(scheduler, "_schedulers", ()):  # in SequentialLR and ChainedScheduler
-        _restore_counters(part)

@@ -80,9 +80,9 @@ class WeightAverage(AbstractCallback):
         self.average, self.updates, self._trained = {}, 0, None
 
     def on_train_begin(self) -> None:
-        self._end()  # of a run that was ended without its last hooks
+        self._end_average()  # of a run that was ended without its last hooks
         weights = self.weights()
-        self.average = _like(self.average, weights)
+        self.average = _sharded_like(self.average, weights)
         if self._trained is not None:
             # This is a second fit. If the model still has the average, training continues from the trained weights.
             # Otherwise the user has loaded other weights, and training starts from these.
@@ -90,7 +90,7 @@ class WeightAverage(AbstractCallback):
             if all(is_same for (is_same,) in distributed.exchange_ints([int(same)])):  # a rank compares only its shards
                 self._continue_from(self._trained)
             self._trained = None
-        self._pair()
+        self._find_parameters()
         # Callbacks may add or replace parameters in any hook, also before this callback's.
         self._registrations = note_registrations(self._note_registration)
 
@@ -116,7 +116,7 @@ class WeightAverage(AbstractCallback):
             weights.
         """
         if self._is_outdated:
-            self._pair()
+            self._find_parameters()
         # Parameters, not their memory: an optimizer, or vector_to_parameters, may give a parameter other memory.
         averages, weights = self._pairs
         if self._widens:
@@ -131,12 +131,12 @@ class WeightAverage(AbstractCallback):
         found = {name: p for name, p in named if p.is_floating_point() or p.is_complex()}
         return {name: p for name, p in found.items() if not is_lazy(p)}
 
-    def _pair(self) -> None:
+    def _find_parameters(self) -> None:
         """Find the parameters of the average. The average of a new parameter begins with its value."""
         parameters = self._parameters()
         self._is_outdated = any(map(is_lazy, self.train_loop_obj.model.parameters()))
         self.average = {
-            name: self.average[name].to(p.device) if name in self.average else _wide(p.detach()).clone()
+            name: self.average[name].to(p.device) if name in self.average else _at_least_float32(p.detach()).clone()
             for name, p in parameters.items()
         }
         # to_local() of a sharded parameter takes long; nobody can give it other memory.
@@ -146,9 +146,9 @@ class WeightAverage(AbstractCallback):
 
     def _before_use(self) -> None:
         """Called before the average is read."""
-        self._pair()
+        self._find_parameters()
 
-    def _end(self) -> None:
+    def _end_average(self) -> None:
         self._pairs = ([], [])
         if self._registrations is not None:
             self._registrations.close()
@@ -156,7 +156,7 @@ class WeightAverage(AbstractCallback):
 
     def _continue_from(self, trained: dict[str, Tensor]) -> None:
         """Copy the weights that the average has replaced into the model."""
-        _copy({**dict(self.train_loop_obj.model.named_buffers()), **self.weights()}, trained)
+        _copy_weights({**dict(self.train_loop_obj.model.named_buffers()), **self.weights()}, trained)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -164,11 +164,11 @@ class WeightAverage(AbstractCallback):
         self._before_use()
         weights = self.weights()
         trained = {name: weight.clone() for name, weight in weights.items()}
-        _copy(weights, self.average)
+        _copy_weights(weights, self.average)
         try:
             yield
         finally:
-            _copy(weights, trained)
+            _copy_weights(weights, trained)
 
     @logs_nothing
     def on_train_end(self) -> None:
@@ -176,11 +176,11 @@ class WeightAverage(AbstractCallback):
         if self.apply_on_train_end:
             weights = self.weights()
             self._trained = {name: weight.clone() for name, weight in weights.items()}
-            _copy(weights, self.average)
-        self._end()
+            _copy_weights(weights, self.average)
+        self._end_average()
 
     def on_exception(self, exception: BaseException) -> None:
-        self._end()
+        self._end_average()
 
     def __getstate__(self) -> dict[str, Any]:
         # Tensors are moved to the CPU, because the process that receives them may not have the device.
@@ -205,13 +205,15 @@ class WeightAverage(AbstractCallback):
                 f"these weights is in only one of the two: {', '.join(missing[:5])}. Resume with the model whose "
                 "weights were averaged."
             )
-        self.average = _like({name: _wide(value).clone() for name, value in state["average"].items()}, weights)
+        self.average = _sharded_like(
+            {name: _at_least_float32(value).clone() for name, value in state["average"].items()}, weights
+        )
         self.updates = state["updates"]
         if state["trained"]:
             self._continue_from(state["trained"])
             if self.train_loop_obj.scaler is None:  # training has already ended
                 self._trained = {name: value.clone() for name, value in state["trained"].items()}
-        self._pair()
+        self._find_parameters()
         if later:
             self.average = {name: value for name, value in self.average.items() if name not in later}
             self._is_outdated = True
@@ -325,14 +327,14 @@ class ExponentialMovingAverage(WeightAverage):
 
     def _before_use(self) -> None:
         super()._before_use()
-        self._follow()
+        self._follow_weights()
 
-    def _follow(self) -> None:
+    def _follow_weights(self) -> None:
         """Before the first update, let the average be the weights."""
         loop = self.train_loop_obj
         follows = not self.updates and self.start_from == "first"  # the first update is still to come
         if follows or 0 < loop.global_step <= self.start_step:
-            _copy(self.average, self.weights())
+            _copy_weights(self.average, self.weights())
 
     @logs_nothing
     def on_train_end(self) -> None:
@@ -340,7 +342,7 @@ class ExponentialMovingAverage(WeightAverage):
             super().on_train_end()
             return
         self._before_use()
-        self._end()
+        self._end_average()
         if self.train_loop_obj.is_global_zero:
             warn(
                 f"ExponentialMovingAverage(every_n_steps={self.every_n_steps}): training ended after "
@@ -349,7 +351,7 @@ class ExponentialMovingAverage(WeightAverage):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        self._follow()
+        self._follow_weights()
         return {**super().state_dict(), "copies": self._copies, "metric": "ema_val_loss"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -366,7 +368,7 @@ class ExponentialMovingAverage(WeightAverage):
                 loop.insert_metric_result_into_history(f"ema_val_loss{name and '_' + name}", value)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _at_least_float32(tensor: Tensor) -> Tensor:
     """Return 16-bit values in float32, other values unchanged."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() <= 2 else tensor
 
@@ -381,14 +383,14 @@ def _to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _copy(targets: dict[str, Tensor], sources: dict[str, Tensor]) -> None:
+def _copy_weights(targets: dict[str, Tensor], sources: dict[str, Tensor]) -> None:
     for name, target in targets.items():
         if name not in sources:  # added since
             continue
         local_shard(target).copy_(local_shard(shard_like(sources[name], target)))
 
 
-def _like(average: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _sharded_like(average: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the average, sharded in the same way as the weights."""
     return {name: shard_like(value, weights[name]) if name in weights else value for name, value in average.items()}
 
@@ -510,14 +512,14 @@ class StochasticWeightAveraging(WeightAverage):
         loop = self.train_loop_obj
         if loop.epoch < self.start_epoch or loop.cut is not None:  # a cut epoch is not at its end
             return
-        self._pair()
+        self._find_parameters()
         self.update(get_swa_multi_avg_fn() if self.updates else None)
 
     @logs_nothing
     def on_train_end(self) -> None:
         loop = self.train_loop_obj
         if not self.updates:  # training ended before averaging started
-            self._end()
+            self._end_average()
             if loop.is_global_zero and loop.global_step:
                 within = loop.epoch >= self.start_epoch
                 ended = "in the middle of the first epoch to average" if within else "before the first epoch to average"

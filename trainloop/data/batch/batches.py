@@ -38,13 +38,13 @@ def count_samples(batch: Any, default: int | None = None) -> int:
     """
     count = _leading_dimension(batch, {})
     if count is None:
-        count = _length(batch, {})
+        count = _number_of_samples(batch, {})
     if count is None:
         count = default
     return 1 if count is None else count
 
 
-def _parts(batch: Any, seen: dict[int, Any]) -> Iterable[Any]:
+def _unseen_parts(batch: Any, seen: dict[int, Any]) -> Iterable[Any]:
     """Return the parts of a batch; a single value has no parts, nor does an object that was ``seen`` before."""
     if isinstance(batch, (str, bytes, type)) or id(batch) in seen:
         return ()
@@ -67,15 +67,15 @@ def _leading_dimension(batch: Any, seen: dict[int, Any]) -> int | None:
     if isinstance(num_graphs := getattr(batch, "num_graphs", None), int):
         return num_graphs  # torch_geometric: tensors are over nodes, losses over graphs
     # A generator, which reads parts only up to the first match.
-    counts = (_leading_dimension(part, seen) for part in _parts(batch, seen))
+    counts = (_leading_dimension(part, seen) for part in _unseen_parts(batch, seen))
     return next((count for count in counts if count is not None), None)
 
 
-def _length(batch: Any, seen: dict[int, Any]) -> int | None:
+def _number_of_samples(batch: Any, seen: dict[int, Any]) -> int | None:
     if isinstance(batch, (str, bytes)):
         return None
     if isinstance(batch, (Mapping, tuple, list)):
-        counts = (_length(part, seen) for part in _parts(batch, seen))
+        counts = (_number_of_samples(part, seen) for part in _unseen_parts(batch, seen))
         count = next((count for count in counts if count is not None), None)
         # The first column has the number of samples. Without columns, the values are the samples themselves; but 0-d
         # tensors are the columns of a single sample.
@@ -239,7 +239,7 @@ def _lengths(value: Any, seen: dict[int, Any], *, top: bool = False) -> Iterator
         yield {num_graphs}
         return
     if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
-        for part in _parts(value, seen):
+        for part in _unseen_parts(value, seen):
             yield from _lengths(part, seen)
         return
     kinds = [_kind(part) for part in value]
@@ -321,7 +321,7 @@ def move_to(batch: T, device: torch.device, *, non_blocking: bool = False) -> T:
             with _CopiesWithoutWait() if non_blocking else contextlib.nullcontext():
                 return part.to(device)
 
-    return _map(move, "to", batch)
+    return _map_parts_with(move, "to", batch)
 
 
 class _CopiesWithoutWait(TorchFunctionMode):
@@ -336,7 +336,7 @@ class _CopiesWithoutWait(TorchFunctionMode):
             source = args[0]
             moves = func is Tensor.cuda or any(_is_gpu(one) for one in (*args[1:2], kwargs.get("device")))
             # Memory that is pinned already may be the object's own, which it may change after the copy.
-            if moves and source.is_cpu and _is_plain(source) and not source.is_pinned():
+            if moves and source.is_cpu and _is_dense(source) and not source.is_pinned():
                 return func(source.pin_memory(), *args[1:], **kwargs, non_blocking=True)
         return func(*args, **kwargs)
 
@@ -352,9 +352,9 @@ def pin(batch: T) -> T:
     """
 
     def pinned(part: Any) -> Any:
-        return part if getattr(part, "is_cuda", False) or not _is_plain(part) else part.pin_memory()
+        return part if getattr(part, "is_cuda", False) or not _is_dense(part) else part.pin_memory()
 
-    return _map(pinned, "pin_memory", batch)
+    return _map_parts_with(pinned, "pin_memory", batch)
 
 
 def record_use(batch: Any, stream: torch.cuda.Stream) -> None:
@@ -365,14 +365,14 @@ def record_use(batch: Any, stream: torch.cuda.Stream) -> None:
     """
 
     def record(part: Any) -> Any:
-        if getattr(part, "is_cuda", True) and _is_plain(part):
+        if getattr(part, "is_cuda", True) and _is_dense(part):
             part.record_stream(stream)
         return part
 
-    _map(record, "record_stream", batch)
+    _map_parts_with(record, "record_stream", batch)
 
 
-def _is_plain(part: Any) -> bool:
+def _is_dense(part: Any) -> bool:
     """Return False for tensors that are sparse, nested or quantized, or whose elements share memory (``expand``)."""
     if not isinstance(part, Tensor):
         return True
@@ -389,11 +389,11 @@ def _is_plain(part: Any) -> bool:
     return True
 
 
-def _map(function: Callable[[Any], Any], method: str, batch: Any) -> Any:
+def _map_parts_with(function: Callable[[Any], Any], method: str, batch: Any) -> Any:
     """Return a batch with ``function`` applied to every part that has ``method`` (tensors and users' objects)."""
     if callable(getattr(batch, method, None)):  # before containers: BatchEncoding and TensorDict have the method
         return function(batch)
-    return map_parts(lambda part: _map(function, method, part), batch)
+    return map_parts(lambda part: _map_parts_with(function, method, part), batch)
 
 
 @functools.cache
@@ -501,8 +501,8 @@ def _places(batch: Any) -> set[torch.device | None]:
     found: set[torch.device | None] = set()
 
     def look(part: Any) -> Any:
-        found.add(part.device if isinstance(part, Tensor) and _is_plain(part) else None)
+        found.add(part.device if isinstance(part, Tensor) and _is_dense(part) else None)
         return part
 
-    _map(look, "to", batch)
+    _map_parts_with(look, "to", batch)
     return found

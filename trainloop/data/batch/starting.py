@@ -34,17 +34,17 @@ def started_with_workers(loader: Any, name: str) -> Iterator[Any]:
     if not workers or (method := context.get_start_method()) == "fork":
         return started(loader)
     for part in _FUNCTIONS:  # first: a start that fails half-way leaves queues behind
-        _check(part, getattr(loader, part, None), name, workers, method)
+        _check_picklable(part, getattr(loader, part, None), name, workers, method)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Got pickle error when attempting")  # the error below says more
             return started(loader)
     except (pickle.PicklingError, AttributeError, TypeError):
-        _check("dataset", getattr(loader, "dataset", None), name, workers, method)
+        _check_picklable("dataset", getattr(loader, "dataset", None), name, workers, method)
         raise
 
 
-def _check(part: str, value: Any, name: str, workers: int, method: str) -> None:
+def _check_picklable(part: str, value: Any, name: str, workers: int, method: str) -> None:
     try:
         pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:  # locks and queues raise others, but can be sent

@@ -44,7 +44,7 @@ class FeedPosition:
         self._rank, self._world_size = rank, world_size
         self._draws_globally = draws_globally
         self._at_epoch_begin: _States | None = None  # None between epochs
-        self._loaded: dict[str, Any] | None = None  # the source's position, until it is read
+        self._loaded_position: dict[str, Any] | None = None  # the source's position, until it is read
         self._loaded_global: dict[str, Any] | None = None  # states of the global generators, until the order is read
         self._after_item: Any = _LIVE  # the source's position after the last item, if further items were read ahead
         self._loaded_order: list[int] | None = None  # that of the resumed epoch, until it is compared
@@ -56,31 +56,31 @@ class FeedPosition:
 
     def begin_epoch(self, *, resumed: bool) -> None:
         """Begin an epoch; ``resumed`` is True if a part of it was done before the position was loaded."""
-        self._at_epoch_begin = self._states()
+        self._at_epoch_begin = self._random_states()
         if resumed and self._loaded_global:  # the epoch began with the checkpoint's states, not the current states
             self._at_epoch_begin = self._at_epoch_begin._replace(of_process=self._loaded_global)
 
     def end_epoch(self, *, complete: bool) -> None:
         """End the epoch, ``complete`` or before its last item; the next epoch draws a new order."""
-        self._at_epoch_begin = self._loaded = self._loaded_global = self._loaded_order = None
+        self._at_epoch_begin = self._loaded_position = self._loaded_global = self._loaded_order = None
         if complete:
             self._after_item = _LIVE
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
         """Return the source's items of an epoch from a micro-batch on, or from the loaded position."""
         if not self._replaces_workers:
-            return self._items(epoch, first_batch)
+            return self._items_from(epoch, first_batch)
         self._replaces_workers = False
         # The new workers' base seed must not be drawn from the generator that determines the order.
         with isolated_base_seed(self._source.loader):
-            items = self._items(epoch, first_batch)
+            items = self._items_from(epoch, first_batch)
             first = list(islice(items, 1))
         return chain(first, items)
 
-    def _items(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
-        loaded, loaded_global, self._after_item = self._loaded, self._loaded_global, _LIVE
-        self._loaded = self._loaded_global = None
-        follows = loaded is not None and self._move(loaded, begins=first_batch == 0)
+    def _items_from(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
+        loaded, loaded_global, self._after_item = self._loaded_position, self._loaded_global, _LIVE
+        self._loaded_position = self._loaded_global = None
+        follows = loaded is not None and self._move_source(loaded, begins=first_batch == 0)
         if not (first_batch and loaded_global):
             return self._source.items(epoch, first_batch)
         # The order depends on the global generators at the beginning of the epoch. Once it is drawn again, they return
@@ -97,7 +97,7 @@ class FeedPosition:
                 items = chain(list(islice(items, 1)), items)
             return items
 
-    def _move(self, loaded: dict[str, Any], *, begins: bool) -> bool:
+    def _move_source(self, loaded: dict[str, Any], *, begins: bool) -> bool:
         """Move the source to a checkpoint's position; if it does not fit, warn that the epoch is read again."""
         same_ranks = loaded["world_size"] == self._world_size
         size = loaded["global_batch_size"]
@@ -122,7 +122,7 @@ class FeedPosition:
         """Yield the items; warn if the epoch was resumed, and its sampler draws another order than before."""
         before, self._loaded_order = self._loaded_order, None
         first = list(islice(items, 1))
-        now = self._order()
+        now = self._order_checksum()
         if before is not None and now is not None and before[0] != now[0] and before[1:] == now[1:] and not self._rank:
             warn(
                 f"{self._name}: the resumed run reads the samples of this epoch in another order than the run that "
@@ -135,7 +135,7 @@ class FeedPosition:
         yield from first
         yield from items
 
-    def _order(self) -> list[int] | None:
+    def _order_checksum(self) -> list[int] | None:
         """Return a checksum of the beginning of the epoch's order, and the sizes that it depends on, if it is known."""
         digest = self._source.order_digest if isinstance(self._source, Indexed) else None
         return None if digest is None else [digest, self._world_size, self._source.global_batch_size or 0]
@@ -150,21 +150,21 @@ class FeedPosition:
         if self._source.position is None:
             yield from read_ahead(items)
             return
-        placed = (((size, self._now()), batch) for size, batch in items)
+        placed = (((size, self._position_now()), batch) for size, batch in items)
         for (size, self._after_item), batch in read_ahead(placed):
             yield size, batch
 
     def state(self, plain: Callable[[Any, str], Any], *, ended: bool) -> dict[str, Any]:
         """Return the position as plain types and tensors; see :meth:`TrainFeed.state_dict`."""
         begin = None if ended else self._at_epoch_begin
-        states = (self._states() if begin is None else begin).captured()
+        states = (self._random_states() if begin is None else begin).captured()
         states["generators"] = kept_in_checkpoints(states["generators"], plain, self._name)
-        states["order"] = None if begin is None else self._order()
+        states["order"] = None if begin is None else self._order_checksum()
         position = self._source.position
-        if self._loaded is not None or position is None:
-            return {**states, "position": self._loaded}
+        if self._loaded_position is not None or position is None:
+            return {**states, "position": self._loaded_position}
         try:
-            now = self._now() if self._after_item is _LIVE else self._after_item
+            now = self._position_now() if self._after_item is _LIVE else self._after_item
             if isinstance(now, Exception):
                 raise now
             state = plain(position.state(now), f"{self._name}: position")
@@ -186,10 +186,10 @@ class FeedPosition:
             self._loaded_global = state["global"]
         # Older checkpoints contain the workers' random states here.
         self._replaces_workers = bool(state.get("workers")) and persistent_workers(self._source.loader) is None
-        self._loaded = state.get("position")
+        self._loaded_position = state.get("position")
         self._loaded_order = state.get("order")
 
-    def _now(self) -> Any:
+    def _position_now(self) -> Any:
         """Return the source's position; the error of the user's ``state_dict`` is returned, and raised if it counts."""
         assert self._source.position is not None  # checked by the callers
         try:
@@ -197,7 +197,7 @@ class FeedPosition:
         except Exception as error:
             return error
 
-    def _states(self) -> _States:
+    def _random_states(self) -> _States:
         """Return the current states. A later :meth:`_States.captured` costs time, and is called only by checkpoints."""
         return _States(
             generators={name: generator.get_state() for name, generator in self._generators.items()},

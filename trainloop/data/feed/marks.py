@@ -52,13 +52,13 @@ class LoaderMarks:
         self._attributes: list[tuple[dict[str, Any], int, list[tuple[str, Any]]]] = []
         self._lengths: list[tuple[Any, int | None]] = []
         if isinstance(loader, SplitBatches):
-            self._note(loader)
+            self._note_attributes(loader)
             loader = loader.loader
         if isinstance(loader, DataLoader):
-            self._note(loader, "_DataLoader__multiprocessing_context")
+            self._note_attributes(loader, "_DataLoader__multiprocessing_context")
             self._note_parts(loader)
 
-    def _note(self, part: Any, *further: str) -> None:
+    def _note_attributes(self, part: Any, *further: str) -> None:
         attributes = vars(part)
         kept = [(name, v) for name, v in attributes.items() if (name[0] != "_" and name not in _OWN) or name in further]
         self._attributes.append((attributes, len(attributes), kept))
@@ -74,7 +74,7 @@ class LoaderMarks:
             part = parts.pop()
             if type(part) in _TORCHS and id(part) not in seen:
                 seen.add(id(part))
-                self._note(part)
+                self._note_attributes(part)
                 parts += [getattr(part, name) for name in _PARTS if hasattr(part, name)]
                 parts += getattr(part, "datasets", ())
 

@@ -64,7 +64,7 @@ def steps_of_known(
             yield StepBatches([batch] if sizes else [], sizes, scales, total, counts)
         return
     known_group: tuple[RankSizes, ...] | None = None
-    while group := list(islice(items, _number(grad_accumulation, batches_left))):
+    while group := list(islice(items, _next_step_length(grad_accumulation, batches_left))):
         # Nearly all steps have the same weights, so compare the sizes before computing anything.
         of_group = tuple(rank_sizes for rank_sizes, _ in group)
         if of_group != known_group:
@@ -95,7 +95,7 @@ def steps_of_exchanged(
         The exchange function.
     """
     while True:
-        number = _number(grad_accumulation, batches_left)
+        number = _next_step_length(grad_accumulation, batches_left)
         group = list(islice(items, number))
         # Always exchange this many numbers, so that ranks whose data has ended exchange as many as the others.
         mine = [_NONE if size is None else size for size, _ in group] + [_NONE] * (number - len(group))
@@ -106,7 +106,7 @@ def steps_of_exchanged(
         yield StepBatches([batch for size, batch in group if size is not None], sizes[rank], *weights)
 
 
-def _number(grad_accumulation: int, batches_left: BatchesLeft) -> int:
+def _next_step_length(grad_accumulation: int, batches_left: BatchesLeft) -> int:
     """Return the number of micro-batches of the next step; at least 1, because a complete epoch is read to its end."""
     return max(1, int(min(grad_accumulation, batches_left())))
 

@@ -192,7 +192,7 @@ class TrainFeed:
         if done:
             items = self._position.in_order(items)
         if self._world_size > 1:
-            items = self._checked(items)
+            items = self._with_checked_order(items)
         if self._device is not None and self._device.type != "cpu":  # on CUDA, copied during the previous step
             items = self._position.note(items, partial(on_device, device=self._device))
         if self._source.sizes_known and not self._source.counts:
@@ -210,7 +210,7 @@ class TrainFeed:
                 "iterator can be read only once: pass an object whose __iter__ starts from the beginning each epoch."
             )
 
-    def _checked(self, items: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    def _with_checked_order(self, items: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield the items after checking that all ranks read the same order (by at most one exchange per epoch).
 
         In the first epoch, shards of a sampler of the user are compared, too.

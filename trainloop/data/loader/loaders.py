@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from trainloop._launch.rank_process import started_by_launch
-from trainloop._launch.settings import SettingsInit
+from trainloop._launch.script.settings import SettingsInit
 from trainloop._support.platform import process_config
 from trainloop._support.rng import derive_seed
 from trainloop._support.scratch import scratch_folder
@@ -342,10 +342,10 @@ def check_shared(everyone: Sequence[Shared], name: str) -> None:
         )
     if (other.samples, other.batches, other.batch_size) != (first.samples, first.batches, first.batch_size):
         raise ConfigurationError(
-            f"{name} has {_counted(first)} on rank 0, but {_counted(other)} on rank {rank}. Every rank must have the "
-            "whole dataset, from which trainloop takes the rank's shard. Pass the same dataset, sampler and batch_size "
-            "on every rank. If each rank has its own data, pass a loader that is already distributed (with a "
-            "DistributedSampler, or an IterableDataset split by rank)."
+            f"{name} has {_shown_lengths(first)} on rank 0, but {_shown_lengths(other)} on rank {rank}. Every rank "
+            "must have the whole dataset, from which trainloop takes the rank's shard. Pass the same dataset, sampler "
+            "and batch_size on every rank. If each rank has its own data, pass a loader that is already distributed "
+            "(with a DistributedSampler, or an IterableDataset split by rank)."
         )
     if other.contents != first.contents:
         raise ConfigurationError(
@@ -371,7 +371,7 @@ def seed_in_common(seed: int | None) -> int:
     return -1 if seed is None else derive_seed(seed)
 
 
-def _counted(shared: Shared) -> str:
+def _shown_lengths(shared: Shared) -> str:
     known = (("sample", "samples", shared.samples), ("global batch", "global batches", shared.batches))
     parts = [f"{n} {one if n == 1 else more}" for one, more, n in known if n >= 0] or ["no known length"]
     return " in ".join(parts) + (f" of {shared.batch_size}" if shared.batch_size >= 0 else "")

@@ -220,7 +220,7 @@ class _UserBatches(RankShard, Sampler[Any]):
             if index is not None:
                 yield index
 
-    def _read(self, at_once: int) -> Iterator[list[Any]]:
+    def _lists_of_items(self, at_once: int) -> Iterator[list[Any]]:
         """Yield the sampler's items, in lists of ``at_once``."""
         return read_isolated(
             self.base, at_once, None if self.seed is None else derive_seed(self.seed, "sampler", self.epoch)
@@ -237,7 +237,7 @@ class BatchShardSampler(_UserBatches):
         """Yield this rank's batch of each round from ``first_batch`` on (None: no batch), and each rank's samples."""
         self.digest = None
         # Read one round at a time, since the sampler may depend on the training so far.
-        for batch_index, group in enumerate(self._read(self.num_replicas)):
+        for batch_index, group in enumerate(self._lists_of_items(self.num_replicas)):
             if self.digest is None:
                 self.digest = digest_of(group)
             if batch_index >= first_batch:
@@ -274,7 +274,7 @@ class PreshardedShard(_UserBatches):
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
         """Yield this rank's batches from its ``first_batch`` on, and each rank's samples: -1 if unknown."""
         self.first_batch_digest = 0
-        for (unit,) in islice(self._read(1), first_batch, None):
+        for (unit,) in islice(self._lists_of_items(1), first_batch, None):
             self.first_batch_digest = self.first_batch_digest or digest_of([unit])
             size = len(unit) if isinstance(unit, (list, tuple)) else -1
             others = size if self.sizes_known else -1

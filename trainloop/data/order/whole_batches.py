@@ -69,7 +69,7 @@ class WholeBatches(BatchShardSampler):
         base, length, samples = self.base, length_of(self.base), self._num_samples
         own, size = (base.sampler, base.batch_size) if type(base) is BatchSampler else (base, 1)
         limit = length if length is not None or samples is None else samples // size + 1
-        for units in self._read(world_size * rounds):
+        for units in self._lists_of_items(world_size * rounds):
             if limit is not None and len(self._visited) > 10 * limit + 1000:
                 known = f"no length (the dataset has {samples})" if length is None else f"a length of {length}"
                 raise ConfigurationError(

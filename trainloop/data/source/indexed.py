@@ -158,7 +158,7 @@ class Indexed(Source):
         self._shard.set_epoch(epoch)
         # In each pass, since the dataset's tensors and indices may have changed.
         rows = TensorRows.of(self._users_loader) if self._indexes else None
-        items = self._read(epoch, first_batch) if rows is None else self._index(rows, first_batch)
+        items = self._loaded_batches(epoch, first_batch) if rows is None else self._index(rows, first_batch)
         return self._with_own_sizes(items) if self.counts or not self.sizes_known else items
 
     def _with_own_sizes(self, items: Iterator[tuple[RankSizes, Any]]) -> Iterator[tuple[int | None, Any]]:
@@ -193,7 +193,7 @@ class Indexed(Source):
         if batch_index < plan.num_batches:
             yield plan.shares(batch_index), None
 
-    def _read(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
+    def _loaded_batches(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         """Yield batches that the copy's workers have loaded, or this process if the copy has no workers."""
         requested, shard, rank = self._requested, self._shard, self._rank
         # An __iter__ of the user's own may not yield as many batches as it requests, so they are read and discarded.

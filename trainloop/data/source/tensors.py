@@ -57,7 +57,7 @@ class TensorRows:
             inner = torch.where(inner < 0, inner + length, inner)
             rows = inner if rows is None else inner.index_select(0, rows)
             dataset = dataset.dataset
-        if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
+        if type(dataset) is not TensorDataset or not all(map(_is_plain_tensor, dataset.tensors)):
             return None
         return cls(dataset.tensors, rows, pinned)
 
@@ -104,7 +104,7 @@ class TensorRows:
         return batch
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_plain_tensor(tensor: Tensor) -> bool:
     # For other tensors, index_select could differ from stacked rows in values, strides or autograd.
     return (
         type(tensor) is Tensor

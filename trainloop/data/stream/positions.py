@@ -118,13 +118,13 @@ class InProcess:
             rng.restore(loaded["rng"])
         self._begun = self._ended = self.resumes = False
         self._count = 0
-        return self._counted(batches)
+        return self._with_noted_draws(batches)
 
     def _iterated(self) -> Iterator[Any]:
         self._iterator = started_with_workers(self._loader, self._name)
         return guard_stop_iteration(self._iterator, self._name)
 
-    def _counted(self, batches: Iterator[T]) -> Iterator[T]:
+    def _with_noted_draws(self, batches: Iterator[T]) -> Iterator[T]:
         while True:
             before = None if self._draws or not self._begun else rng.read(devices=False)
             try:

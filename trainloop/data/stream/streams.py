@@ -254,13 +254,13 @@ class PartCollate:
 
     def __call__(self, group: tuple[list[Any] | None, int, Place | None, int | None]) -> StreamPart:
         samples, group_index, place, digest = group
-        part = self._part(samples, group_index) if samples else StreamPart(None, None, is_turn=samples is None)
+        part = self._part_of_group(samples, group_index) if samples else StreamPart(None, None, is_turn=samples is None)
         part.digest = digest
         if place is not None:
             part.place = place.saved(group_index + (samples is not None))  # after collating, which may draw, too
         return part
 
-    def _part(self, samples: list[Any], group_index: int) -> StreamPart:
+    def _part_of_group(self, samples: list[Any], group_index: int) -> StreamPart:
         if self.world_size == 1:
             batch = self._collate(samples)
         else:

@@ -131,9 +131,9 @@ class SetAttributes:
                 # a class may have its first value
                 old = before[name] if name in before else getattr(type(part), name, _MISSING)
                 was_value = old is None or isinstance(old, (Tensor, int, float))  # a sum may begin with 0
-                if first is old or not (_is_plain(first) or (isinstance(first, Tensor) and was_value)):
+                if first is old or not (_is_plain_value(first) or (isinstance(first, Tensor) and was_value)):
                     continue
-                same = all(_same(other.get(name), first) for other in own[1:])
+                same = all(_same_value(other.get(name), first) for other in own[1:])
                 if same and not _counts_samples(old, first, before.get("_log_batch_size", 1)):
                     vars(part)[name] = first
                 elif (old is None or _is_state(old)) and (_is_state(first) or isinstance(old, (int, float))):
@@ -223,7 +223,7 @@ def _content_of(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return zlib.crc32(value.tobytes()) if value.nbytes <= 65_536 and value.dtype != object else None
     if isinstance(value, deque):
-        return list(value) if len(value) <= 1000 and all(map(_is_plain, value)) else None
+        return list(value) if len(value) <= 1000 and all(map(_is_plain_value, value)) else None
     if (isinstance(value, dict) or (isinstance(value, list) and value)) and len(value) <= 1000:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         content = {key: (item, _content_of(item)) for key, item in items if _is_state(item)}
@@ -265,7 +265,7 @@ def _has_numbers(value: Any) -> bool:
     """
     counts = isinstance(value, Counter) or (isinstance(value, defaultdict) and value.default_factory in (int, float))
     leaves = list(islice(_leaves(value, 3), None if counts else 1001)) if isinstance(value, (dict, list)) else [None]
-    if not all(map(_is_plain, leaves)):
+    if not all(map(_is_plain_value, leaves)):
         return False
     return counts or (len(leaves) <= 1000 and any(isinstance(leaf, (int, float)) for leaf in leaves))
 
@@ -281,7 +281,7 @@ def _leaves(value: Any, depth: int) -> Iterator[Any]:
         yield value
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_value(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, complex, str))
 
 
@@ -289,7 +289,7 @@ def _is_state(value: Any) -> bool:
     """Return True for a number, or a tensor that is no part of a graph."""
     if isinstance(value, Tensor):
         return not (value.requires_grad or value.grad_fn)
-    return value is not None and _is_plain(value)
+    return value is not None and _is_plain_value(value)
 
 
 def _counts_samples(old: Any, value: Any, size: int) -> bool:
@@ -298,7 +298,7 @@ def _counts_samples(old: Any, value: Any, size: int) -> bool:
     return size > 1 and numbers and bool(value - old == size)
 
 
-def _same(value: Any, first: Any) -> bool:
+def _same_value(value: Any, first: Any) -> bool:
     if type(value) is not type(first):
         return False
     if isinstance(first, Tensor):

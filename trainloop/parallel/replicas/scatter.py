@@ -41,7 +41,7 @@ def batch_length(value: Any, dim: int = 0) -> int | None:
 
     It is the length of the batch's first tensor or array, or else of its first list of plain items.
     """
-    return _first(value, lambda item: _length(item, dim)) or _first(value, _list_length)
+    return _first_length(value, lambda item: _length_along(item, dim)) or _first_length(value, _list_length)
 
 
 def scatter(
@@ -120,9 +120,9 @@ class _Cut:
 
     def __call__(self, value: Any, begin: int, end: int) -> Any:
         self._number = 0
-        return self._part(value, begin, end, top=True)
+        return self._cut_part(value, begin, end, top=True)
 
-    def _part(self, item: Any, begin: int, end: int, top: bool = False) -> Any:
+    def _cut_part(self, item: Any, begin: int, end: int, top: bool = False) -> Any:
         if isinstance(item, PackedSequence):
             raise ConfigurationError(
                 "gpu_mode='dp' can't split a PackedSequence into parts for replicas. Let collate_fn return padded "
@@ -130,7 +130,7 @@ class _Cut:
             )
         if isinstance(item, (Tensor, np.ndarray)):
             number, self._number = self._number, self._number + 1
-            if _length(item, self.dim) != self.length or number in self._others:
+            if _length_along(item, self.dim) != self.length or number in self._others:
                 if item.ndim:
                     self._others.add(number)
                     self.whole.append(str(tuple(item.shape)))
@@ -138,7 +138,7 @@ class _Cut:
             if isinstance(item, Tensor) and (item.is_nested or item.layout != torch.strided):
                 self.uncut.append(f"a {'nested' if item.is_nested else 'sparse'} tensor")
                 return item
-            if self._known and type(item) not in (Tensor, np.ndarray) and any(map(self._of_rows, _attributes(item))):
+            if self._known and type(item) not in (Tensor, np.ndarray) and any(map(self._of_rows, _vars_of(item))):
                 self.uncut.append(f"a {type(item).__name__} whose attributes may belong to its rows")
                 return item
             self.found = True
@@ -153,7 +153,7 @@ class _Cut:
         if self._known and parts_of(item) is None and self._may_have_samples(item):
             self.uncut.append(f"a {type(item).__name__}")
             return item
-        return map_parts(lambda part: self._part(part, begin, end), item)
+        return map_parts(lambda part: self._cut_part(part, begin, end), item)
 
     def _has_others(self, item: Any) -> bool:
         """Return True if tensors in the next item had other lengths than their batches, in this batch or earlier."""
@@ -163,7 +163,7 @@ class _Cut:
         """Return True for an object that is no container, but may have tensors, or one item per sample."""
         if item is None or isinstance(item, (str, bytes, bool, int, float, np.generic)):
             return False
-        if callable(getattr(item, "to", None)) or any(map(_has_tensors, _attributes(item))):
+        if callable(getattr(item, "to", None)) or any(map(_has_tensors, _vars_of(item))):
             return True
         return isinstance(item, Sized) and len(item) == self.length
 
@@ -180,7 +180,7 @@ class _Cut:
         alike = len({form_of(item) for item in items if not (isinstance(item, (list, tuple)) and not item)}) <= 1
         if not self._known:  # as for nn.DataParallel, tensors in a list are columns
             return alike and not all(rows) and not any(map(_has_tensors, items))
-        lengths = {_length(item, self.dim) for item in items}
+        lengths = {_length_along(item, self.dim) for item in items}
         top_is_columns = top and lengths == {self.length}
         # Inputs and labels of another loader in the batch have as many rows as each other.
         may_be_columns = not alike and not top and not any(rows) and len(lengths) == 1 and None not in lengths
@@ -195,7 +195,7 @@ class _Cut:
 
     def _has_rows(self, item: Any) -> bool:
         """Return True if a value has one row per sample, or a part with one."""
-        length = _length(item, self.dim)
+        length = _length_along(item, self.dim)
         if length is not None:
             return length == self.length
         if isinstance(item, (list, tuple)) and not any(map(_is_structure, item)):
@@ -209,7 +209,7 @@ class _Cut:
         return self._has_rows(value) or any(map(self._of_rows, parts_of(value) or ()))
 
 
-def _attributes(item: Any) -> Iterable[Any]:
+def _vars_of(item: Any) -> Iterable[Any]:
     return getattr(item, "__dict__", {}).values()
 
 
@@ -220,7 +220,7 @@ def _count_tensors(item: Any) -> int:
 
 
 def _has_tensors(item: Any) -> bool:
-    return _length(item, 0) is not None or any(map(_has_tensors, parts_of(item) or ()))
+    return _length_along(item, 0) is not None or any(map(_has_tensors, parts_of(item) or ()))
 
 
 def form_of(item: Any) -> Any:
@@ -232,7 +232,7 @@ def form_of(item: Any) -> Any:
     return type(item), frozenset(item) if isinstance(item, Mapping) else None
 
 
-def _length(item: Any, dim: int) -> int | None:
+def _length_along(item: Any, dim: int) -> int | None:
     """Return the length of a tensor or array along the batch's dimension; None for other values."""
     if isinstance(item, Tensor) and item.is_nested:
         return int(item.size(0)) if dim == 0 else None
@@ -251,15 +251,15 @@ def _list_length(item: Any) -> int | None:
 
 
 def _is_structure(item: Any) -> bool:
-    return _length(item, 0) is not None or isinstance(item, (list, tuple, Mapping))
+    return _length_along(item, 0) is not None or isinstance(item, (list, tuple, Mapping))
 
 
-def _first(value: Any, length: Callable[[Any], int | None]) -> int | None:
+def _first_length(value: Any, length: Callable[[Any], int | None]) -> int | None:
     """Return the first length that is known, of a value or of its parts, depth first."""
     own = length(value)
     if own is not None:
         return own
-    lengths = (_first(part, length) for part in parts_of(value) or ())
+    lengths = (_first_length(part, length) for part in parts_of(value) or ())
     return next((found for found in lengths if found is not None), None)
 
 
@@ -303,11 +303,13 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = F
         for weight in weights:
             check_weight(weight)
         total = sum(weights[1:], weights[0])
-        return _mean([loss[0] for loss in losses], weights, total), total
-    return _mean(losses, [1] * len(losses), 1) if summed else _mean(losses, sizes, sum(sizes), over_samples=True)
+        return _mean_loss([loss[0] for loss in losses], weights, total), total
+    if summed:
+        return _mean_loss(losses, [1] * len(losses), 1)
+    return _mean_loss(losses, sizes, sum(sizes), over_samples=True)
 
 
-def _mean(
+def _mean_loss(
     losses: Sequence[Any], weights: Sequence[Any], total: Any, *, over_samples: bool = False, of_criterion: bool = False
 ) -> Any:
     first = losses[0]
@@ -317,7 +319,7 @@ def _mean(
             # A part without the loss counts as zero; or not at all, if the loss has weights of its own.
             having = [i for i, loss in enumerate(losses) if name in loss]
             own, of_parts = [losses[i][name] for i in having], [weights[i] for i in having]
-            means[name] = _mean(own, of_parts, total, over_samples=over_samples)
+            means[name] = _mean_loss(own, of_parts, total, over_samples=over_samples)
         if isinstance(first, dict):
             return means
         of_names = [loss.loss_optimizer_map for loss in losses if loss.loss_optimizer_map is not None]
@@ -332,7 +334,7 @@ def _mean(
             for loss, weight, divisor in zip(losses, weights, divisors, strict=True)
         ]
         whole = sum(divisors[1:], divisors[0])
-        return attach_divisor(_mean(losses, divisors, whole, of_criterion=True), whole)
+        return attach_divisor(_mean_loss(losses, divisors, whole, of_criterion=True), whole)
     # A part of weight 0 (nothing but padding) may have a loss of 0 / 0, whose gradients are NaN, even if they are
     # multiplied by 0. Such a part is left out; any other gives gradients of zero. On a GPU, this waits for the device.
     counted = [
@@ -474,7 +476,7 @@ def _lacks_rows(value: Any) -> bool:
     return isinstance(value, (bool, int, float, complex, np.number, np.bool_))
 
 
-def _row(value: Any, like: Any) -> Any:
+def _as_row(value: Any, like: Any) -> Any:
     """Return a value that lacks rows as one row, in the form of ``like``."""
     if isinstance(value, Tensor):
         return value[None]
@@ -504,7 +506,7 @@ def rows_of_ones(outputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         if not all(map(_lacks_rows, values)):
             return values
         if squeezed or any(number(value) != number(values[0]) for value in values):
-            return [_row(value, value if isinstance(value, np.ndarray) else []) for value in values]
+            return [_as_row(value, value if isinstance(value, np.ndarray) else []) for value in values]
         return values
 
     squeezed = any(map(lacks, outputs[0][:2]))
@@ -536,14 +538,14 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
     like = next((part for part in parts if not _lacks_rows(part)), None)
     if like is not None:  # squeeze() and tolist() remove the rows of a part with one sample
         ones = [size == 1 and _lacks_rows(part) for part, size in zip(parts, sizes, strict=True)]
-        parts = [_row(part, like) if one else part for part, one in zip(parts, ones)]
+        parts = [_as_row(part, like) if one else part for part, one in zip(parts, ones)]
     first = parts[0]
     if isinstance(first, Tensor):
-        return _joined(torch.cat, parts, sizes, dim) if first.ndim else first
+        return _concatenated(torch.cat, parts, sizes, dim) if first.ndim else first
     if is_table(first):
         return join_tables(parts)
     if isinstance(first, np.ndarray):
-        return _joined(join_arrays, parts, sizes, dim) if first.ndim else first
+        return _concatenated(join_arrays, parts, sizes, dim) if first.ndim else first
     if isinstance(first, MutableMapping):
         merged = copy.copy(first)
         for key in first:
@@ -568,7 +570,7 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
     return first
 
 
-def _joined(concatenate: Callable[..., Any], arrays: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:
+def _concatenated(concatenate: Callable[..., Any], arrays: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:
     # Predictions have a row for each sample, even if the tensors of the batch have the samples in another dimension.
     dim = 0 if all(len(array) == size for array, size in zip(arrays, sizes, strict=True)) else dim
     shapes = {(*array.shape[:dim], *array.shape[dim + 1 :]) for array in arrays}

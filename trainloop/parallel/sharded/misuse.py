@@ -1,4 +1,4 @@
-"""Detect and explain operations of a model that can't work with sharded parameters."""
+"""Detect and explain what a model can't do with sharded parameters, such as changes that the shards would not get."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class RefusesLostChanges(TorchFunctionMode):
         if _returns_views(func, args):
             source = args[0]
             for part in result if isinstance(result, (list, tuple)) else [result]:
-                if isinstance(part, Tensor) and (self._has(source) or _is_copy(part, source)):
+                if isinstance(part, Tensor) and (self._is_known_copy(source) or _is_copy(part, source)):
                     self._copies[id(part)] = weakref.ref(part)
         return result
 
@@ -119,7 +119,7 @@ class RefusesLostChanges(TorchFunctionMode):
             lost = _is_copy(part, args[0])
         elif self._copies and ("out" in kwargs or _changes(name)):
             tensors = [t for value in changed for t in (value if isinstance(value, (list, tuple)) else [value])]
-            lost = any(self._has(t) for t in tensors)
+            lost = any(self._is_known_copy(t) for t in tensors)
         else:
             return
         if lost:
@@ -130,7 +130,7 @@ class RefusesLostChanges(TorchFunctionMode):
                 "p.device_mesh, p.placements, src_data_rank=None). Or use gpu_mode='ddp'."
             )
 
-    def _has(self, tensor: Any) -> bool:
+    def _is_known_copy(self, tensor: Any) -> bool:
         found = self._copies.get(id(tensor))
         return found is not None and found() is tensor
 
@@ -316,9 +316,9 @@ class WatchedForwards:
             is_root = unit is units[-1][1]
             # FSDP's own hooks gather parameters before these hooks, and free parameters after them.
             self._hooks += [
-                unit.register_forward_pre_hook(lambda part, _, name=name: self._note(name, part)),
+                unit.register_forward_pre_hook(lambda part, _, name=name: self._note_before_forward(name, part)),
                 unit.register_forward_hook(
-                    lambda part, *_, name=name, is_root=is_root: self._compare(name, part, is_root),
+                    lambda part, *_, name=name, is_root=is_root: self._compare_after_forward(name, part, is_root),
                     prepend=True,
                 ),
             ]
@@ -334,9 +334,9 @@ class WatchedForwards:
             return
         for seen in (seen for unit in self._seen.values() for seen in unit):
             if tensor.shape == seen.parameter.shape and tensor.data_ptr() == seen.address:
-                self._refuse(seen.name)
+                self._refuse_change_in_forward(seen.name)
 
-    def _note(self, name: str, unit: nn.Module) -> None:
+    def _note_before_forward(self, name: str, unit: nn.Module) -> None:
         self._seen.pop(name, None)  # left over from a forward that did not end, as in checkpoint's recomputation
         if not torch.is_grad_enabled():
             return
@@ -344,7 +344,7 @@ class WatchedForwards:
         bits = bit_sums([p for _, p in whole])
         self._seen[name] = [_Seen(n, p, p._version, p.data_ptr(), own) for (n, p), own in zip(whole, bits, strict=True)]
 
-    def _refuse(self, name: str) -> NoReturn:
+    def _refuse_change_in_forward(self, name: str) -> NoReturn:
         self.end()
         raise ConfigurationError(
             f"gpu_mode='fsdp': {name.removeprefix('module.')} is changed during the forward pass. It is a gathered "
@@ -369,14 +369,14 @@ class WatchedForwards:
                         "could crash the process. Keep a copy: .clone()."
                     )
 
-    def _compare(self, name: str, unit: nn.Module, is_root: bool) -> None:
+    def _compare_after_forward(self, name: str, unit: nn.Module, is_root: bool) -> None:
         # Skip parameters without memory: a backward within the forward has freed them.
         then = [seen for seen in self._seen.pop(name, []) if seen.parameter.untyped_storage().nbytes()]
         bits = bit_sums([seen.parameter for seen in then])
         for seen, own in zip(then, bits, strict=True):
             now = (seen.parameter._version, seen.parameter.data_ptr(), own)
             if now != (seen.version, seen.address, seen.bits):
-                self._refuse(seen.name)
+                self._refuse_change_in_forward(seen.name)
         if then and not self._warned:
             self._warn_of_kept(unit, {seen.parameter.untyped_storage().data_ptr(): seen.name for seen in then})
         if is_root and torch.is_grad_enabled():

@@ -48,7 +48,7 @@ def can_undo() -> None:
         except ImportError as error:
             missing = str(error)
             break
-        missing = missing or next((f"{module} has no {name}" for name in names if not _has(found, name)), "")
+        missing = missing or next((f"{module} has no {name}" for name in names if not _has_attribute(found, name)), "")
     if missing:
         raise ConfigurationError(
             f"gpu_mode='fsdp' with torch {torch.__version__}: {missing}, which is needed to undo the sharding. Install "
@@ -56,7 +56,7 @@ def can_undo() -> None:
         )
 
 
-def _has(module: Any, name: str) -> bool:
+def _has_attribute(module: Any, name: str) -> bool:
     try:
         attrgetter(name)(module)
     except AttributeError:

@@ -38,7 +38,7 @@ def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]
         If ``shard`` has another type, or matches no module.
     """
     chosen = _repeated_blocks(module) if shard is None else _matching(module, shard)
-    users = _users(module)
+    users = _modules_by_parameter(module)
     units = []
     for name, unit in chosen:
         inside = {id(part) for part in unit.modules()}
@@ -97,14 +97,14 @@ def _matching(module: nn.Module, shard: Any) -> list[tuple[str, nn.Module]]:
     if not found:
         classes = ", ".join(dict.fromkeys(type(part).__name__ for name, part in module.named_modules() if name))
         raise ConfigurationError(
-            f"shard={_shown(shard)} matches no module of {type(module).__name__}. The classes of its submodules are "
-            f"{classes}."
+            f"shard={_shown_shard(shard)} matches no module of {type(module).__name__}. The classes of its submodules "
+            f"are {classes}."
         )
     for name, part in found:
         if not _has_forward(part):
             raise ConfigurationError(
-                f"shard={_shown(shard)} matches {name}, a {type(part).__name__}, which has no forward in which to "
-                "gather its parameters. Pass the class of its members."
+                f"shard={_shown_shard(shard)} matches {name}, a {type(part).__name__}, which has no forward in which "
+                "to gather its parameters. Pass the class of its members."
             )
     return [(name, part) for name, part in found if _can_be_unit(part)]
 
@@ -123,7 +123,7 @@ def _matcher(shard: Any) -> Callable[[str, nn.Module], bool]:
     )
 
 
-def _users(module: nn.Module) -> dict[int, set[int]]:
+def _modules_by_parameter(module: nn.Module) -> dict[int, set[int]]:
     users: dict[int, set[int]] = {}
     for part in module.modules():
         for parameter in part._parameters.values():
@@ -141,7 +141,7 @@ def _has_forward(part: nn.Module) -> bool:
     return not (isinstance(part, (nn.ModuleList, nn.ModuleDict)) and type(part).forward is nn.Module.forward)
 
 
-def _shown(shard: Any) -> str:
+def _shown_shard(shard: Any) -> str:
     if isinstance(shard, (list, tuple, set, frozenset)):
-        return f"[{', '.join(map(_shown, shard))}]"
+        return f"[{', '.join(map(_shown_shard, shard))}]"
     return getattr(shard, "__name__", repr(shard))

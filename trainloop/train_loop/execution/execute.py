@@ -84,7 +84,7 @@ def execute(loop: LoopState, work: Callable[..., Any], *args: Any, job: FitJob |
         applied_here = applied(
             loop.options.quota, device=loop.run_config.devices[0], loader_workers=_loader_workers(loop, ranks=1)
         )
-        with guarded_output(), alone(True), applied_here, signals(stop), running(loop, stop, job) as run:
+        with guarded_output(), alone(True), applied_here, signals(stop), run_here(loop, stop, job) as run:
             return work(run, *args)
     with guarded_output(), alone(False):
         return _in_ranks(loop, work, args, job)
@@ -135,10 +135,10 @@ def _in_ranks(loop: LoopState, work: Callable[..., Any], args: tuple[Any, ...], 
             take_rescued=None if job is None else partial(_receive_rescued, loop, caller_side),
             **options,
         )
-    return _receive(caller_side, data)
+    return _receive_state(caller_side, data)
 
 
-def _receive(caller_side: CallerSide, data: Any) -> Any:
+def _receive_state(caller_side: CallerSide, data: Any) -> Any:
     """Write the state of a rank into the caller's objects, and return the work's result."""
     with uninterrupted():  # a mixture of new and old state would be useless
         result, randomness = caller_side.receive(data)
@@ -149,7 +149,7 @@ def _receive(caller_side: CallerSide, data: Any) -> Any:
 
 def _receive_rescued(loop: LoopState, caller_side: CallerSide, data: Any) -> str:
     """Write the state of the last finished step into the caller's objects; return a sentence about it."""
-    _receive(caller_side, data)
+    _receive_state(caller_side, data)
     return f"Your model has the weights of the last finished step ({loop.global_step})."
 
 
@@ -197,7 +197,7 @@ def _as_rank(
     )
     if caller is not None:
         rng.restore(caller)
-    with applied_here, running(loop, stop, job, joined=paths is None) as run:
+    with applied_here, run_here(loop, stop, job, joined=paths is None) as run:
         if folder is not None:
             assert isinstance(run, Training)
             assert job is not None
@@ -218,7 +218,7 @@ def _as_rank(
 
 
 @contextmanager
-def running(loop: LoopState, stop: StopAgreement, job: FitJob | None, *, joined: bool = False) -> Iterator[Run]:
+def run_here(loop: LoopState, stop: StopAgreement, job: FitJob | None, *, joined: bool = False) -> Iterator[Run]:
     """Create a run in this process; it is ``loop.running`` in the block. Without ``job``, the run can only evaluate."""
     with _own_randomness(loop, trains=job is not None), placed(loop, job, joined=joined) as place:
         run = Run(loop, place, stop) if job is None else _kind_of_training(loop)(loop, place, stop, job)

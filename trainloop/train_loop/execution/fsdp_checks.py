@@ -120,7 +120,7 @@ def _check_overlaps(named: Mapping[str, Tensor]) -> None:
         used.setdefault((p.untyped_storage().data_ptr(), p.dtype), []).append((name, p.detach()))
     for sharing in used.values():
         sharing.sort(key=lambda item: item[1].storage_offset())
-        ends = [_end(p) for _, p in sharing]
+        ends = [_end_in_storage(p) for _, p in sharing]
         if all(end <= p.storage_offset() for end, (_, p) in zip(ends, sharing[1:], strict=False)):
             continue  # parts of one flat tensor, one after another
         owners = torch.full((max(ends),), -1, dtype=torch.int32, device="cpu")
@@ -135,7 +135,7 @@ def _check_overlaps(named: Mapping[str, Tensor]) -> None:
             elements.fill_(i)
 
 
-def _end(p: Tensor) -> int:
+def _end_in_storage(p: Tensor) -> int:
     """Return the position after a tensor's last element in its storage."""
     return int(p.storage_offset()) + sum((n - 1) * step for n, step in zip(p.shape, p.stride(), strict=True)) + 1
 

@@ -79,7 +79,7 @@ def loaders_of(loop: LoopState) -> tuple[Any, Any, Any]:
     return loop.train_loader, loop.validation_loader, loop.test_loader
 
 
-def _parts(loop: LoopState) -> dict[str, Any]:
+def _objects_by_path(loop: LoopState) -> dict[str, Any]:
     """Return a dict from path to object for all objects in optimizers, criterion, callbacks and modules' attributes."""
     roots: dict[str, object] = {"optimizer": loop.optimizer, "criterion": loop.criterion}
     for i, callback in enumerate(loop.callbacks):
@@ -104,24 +104,24 @@ class CallerSide:
     def __init__(self, loop: LoopState) -> None:
         self._loop = loop
         self._known = known_objects(loop)
-        self._parts = _parts(loop)
+        self._objects = _objects_by_path(loop)
         self._callbacks = list(loop.callbacks)
         self._script = self._script_now()
-        self.paths = tuple(self._parts)
+        self.paths = tuple(self._objects)
         """Paths of the parts, for :class:`RankSide`. Both sides number the parts in the same way."""
 
     def receive(self, data: PackedState) -> Any:
         """Write a rank's end state into the caller's objects; return the ``result`` that was sent with it."""
-        state = unpack_state(data, [*self._known, *self._parts.values()])
+        state = unpack_state(data, [*self._known, *self._objects.values()])
         self._keep_own_changes(state)
         _receive(self._loop, state, self._callbacks)
         if self._loop.progress.global_step:
             note_steps_elsewhere(self._loop.optimizer)
         # Tensors that share a parameter's memory already have the parameter's values. (A rank with shards sends initial
         # values.)
-        own = {_address(tensor) for _, tensor in _tensors(self._loop)} - {0}
-        views = {path for path, part in self._parts.items() if isinstance(part, torch.Tensor) and _address(part) in own}
-        put_into(self._parts, {path: value for path, value in state["parts"].items() if path not in views})
+        own = {_address(tensor) for _, tensor in _tensors_by_name(self._loop)} - {0}
+        views = {path for path, obj in self._objects.items() if isinstance(obj, torch.Tensor) and _address(obj) in own}
+        put_into(self._objects, {path: value for path, value in state["parts"].items() if path not in views})
         for text in state["warnings"]:
             warn(text)
         result = state["result"]
@@ -156,7 +156,7 @@ class RankSide:
         warnings.filterwarnings("ignore", message=r"Seems like `optimizer\.step\(\)` has been overridden")
         if not sends:
             return
-        found = _parts(loop)
+        found = _objects_by_path(loop)
         self.parts = {path: found[path] for path in paths if path in found}
         """Objects that exist on both sides, by path."""
         # A part that is missing here is replaced by an object, so that the other parts keep their numbers.
@@ -206,7 +206,7 @@ class RankSide:
             "added": self._changed_additions(),
             "deleted of loop": [name for name in self._added if name not in vars(loop)],
             "warnings": self._about_loaders(),
-            "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors(loop) if not t.is_meta},
+            "tensors": {key: (t.detach().cpu(), t.requires_grad) for key, t in _tensors_by_name(loop) if not t.is_meta},
             "attributes": self._changed_attributes(now),
             "deleted": [
                 (*now[id(module)], name)
@@ -395,7 +395,7 @@ def _plain_attributes(loop: LoopState) -> dict[tuple[int, str, str], Any]:
 
 def _tensor_attributes(loop: LoopState) -> dict[tuple[int, str], dict[str, Any]]:
     """Return the attributes that code has set on parameters and buffers, of those that have any."""
-    return {key: own for key, tensor in _tensors(loop) if (own := attributes_of(tensor))}
+    return {key: own for key, tensor in _tensors_by_name(loop) if (own := attributes_of(tensor))}
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -406,7 +406,7 @@ def _receive(loop: LoopState, state: dict[str, Any], callbacks: list[Any]) -> No
     _put_structures(loop, state["modules"], state["structures"])
     _put_tensors(loop, state["tensors"])
     _put_plain_attributes(loop, state["attributes"], state["deleted"])
-    for key, tensor in _tensors(loop):
+    for key, tensor in _tensors_by_name(loop):
         vars(tensor).update(state["attributes of tensors"].get(key, {}))
     put_script_values(loop, state["script"])
     set_generator_states(loaders_of(loop), state["generators"])
@@ -427,7 +427,7 @@ def _receive(loop: LoopState, state: dict[str, Any], callbacks: list[Any]) -> No
 
 def _put_tensors(loop: LoopState, values: Mapping[tuple[int, str], tuple[torch.Tensor, bool]]) -> None:
     """Write values and ``requires_grad`` into a loop's parameters and buffers."""
-    tensors = dict(_tensors(loop))
+    tensors = dict(_tensors_by_name(loop))
     with torch.no_grad():
         for key, (value, requires_grad) in values.items():
             own = tensors.get(key)
@@ -536,7 +536,7 @@ def _root_modules(loop: LoopState) -> list[nn.Module]:
     return trained_modules(loop.model, loop.criterion)
 
 
-def _tensors(loop: LoopState) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
+def _tensors_by_name(loop: LoopState) -> Iterable[tuple[tuple[int, str], torch.Tensor]]:
     """Yield parameters and buffers (including non-persistent ones) by root module and name; tied ones only once."""
     for root, module in enumerate(_root_modules(loop)):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -149,7 +149,7 @@ class LoopState:
             known = name in self.__dict__  # otherwise the constructor assigns it, and has checked it
             if known and running is None and name in _OF_FIT:
                 raise ConfigurationError(f"tl.{name} can't be assigned between calls of fit. Pass fit({name}=...).")
-            super().__setattr__(name, self._checked(name, value) if known else value)
+            super().__setattr__(name, self._checked_attribute(name, value) if known else value)
             if name == "optimizer":
                 self.note(own_optimizer_states=[])
             if running is not None and known:
@@ -167,7 +167,7 @@ class LoopState:
                     raise ConfigurationError(f"tl.{name} = ...: the loop has no attribute {name!r}. {hint}")
             super().__setattr__(name, value)
 
-    def _checked(self, name: str, value: Any) -> Any:
+    def _checked_attribute(self, name: str, value: Any) -> Any:
         if name in ("train_loader", "validation_loader", "test_loader"):
             return check.check_loader(value, name)
         if name == "optimizer":

@@ -185,18 +185,18 @@ class ShardedPlacement(Placement):
         Those of modules' parameters, and of optimizers' states and groups, get the caller's shapes later.
         """
         keeping = [*keeping, *self.model.modules()]
-        kept: list[tuple[str, Any]] = [*map(_attributes, keeping), ("TrainLoop", added)]
+        kept: list[tuple[str, Any]] = [*map(_class_and_attributes, keeping), ("TrainLoop", added)]
         modules = [owner for owner in keeping if isinstance(owner, nn.Module)]
         optimizers = [owner for owner in keeping if isinstance(owner, torch.optim.Optimizer)]
         others = {id(part) for one in modules for part in (one._parameters, one._buffers, one._modules)}
         others |= {id(part) for one in optimizers for part in (one.state, one.param_groups)}
         seen = set(others)
         for _, attributes in kept:  # grows: objects of the user's own may keep others
-            kept += map(_attributes, _own_objects(attributes, seen))
+            kept += map(_class_and_attributes, _own_objects(attributes, seen))
         found: dict[int, tuple[str, Any]] = {}
         for owner, attributes in kept:
             for name, value in list(attributes.items()):
-                of_one = functools.partial(_note, found, f"{owner}.{name}")
+                of_one = functools.partial(_note_tensor, found, f"{owner}.{name}")
                 _map_kept([{name: value}], others, of_one)
         of_model: dict[int, Any] = self.wrapper.former_parameters()  # the caller's callbacks get the caller's own
         places: dict[str, list[Any]] = {}
@@ -216,11 +216,11 @@ class ShardedPlacement(Placement):
         return self.wrapper
 
 
-def _attributes(owner: Any) -> tuple[str, dict[str, Any]]:
+def _class_and_attributes(owner: Any) -> tuple[str, dict[str, Any]]:
     return type(owner).__qualname__, vars(owner)
 
 
-def _note(found: dict[int, tuple[str, Any]], place: str, tensor: Tensor) -> Tensor:
+def _note_tensor(found: dict[int, tuple[str, Any]], place: str, tensor: Tensor) -> Tensor:
     found.setdefault(id(tensor), (place, tensor))
     return tensor
 
@@ -323,7 +323,9 @@ def sharded(
     before = [(optimizer.state, list(optimizer.param_groups)) for optimizer in optimizers]
     # Other entries, such as a count of steps, belong to no parameter, and stay as they are.
     own_state = [{p: dict(own) for p, own in one.state.items() if isinstance(own, dict)} for one in optimizers]
-    _move(optimizers, originals, shards, lambda value, p: shard_like(value, p) if value.shape == p.shape else value)
+    _replace_parameters(
+        optimizers, originals, shards, lambda value, p: shard_like(value, p) if value.shape == p.shape else value
+    )
     for optimizer in optimizers:  # scalars, and the step counters of fused kernels
         move_state(optimizer)
     read = [*kept.values(), *(value for states in own_state for own in states.values() for value in own.values())]
@@ -354,7 +356,7 @@ def sharded(
         for optimizer in optimizers if not returned else ():  # the state is useless without the trained values
             for stepped in {*shards.values(), *originals.values()}:
                 optimizer.state.pop(stepped, None)
-        _move(optimizers, shards, originals, lambda value, _: value)
+        _replace_parameters(optimizers, shards, originals, lambda value, _: value)
         own = {id(shard): originals[name] for name, shard in shards.items()}
         for optimizer, (state, groups) in zip(optimizers, before, strict=True):
             if optimizer.state is not state:  # load_state_dict() creates a new dict, but the caller reads the old dict
@@ -483,7 +485,7 @@ def _put_back_buffers(model: nn.Module, buffers: dict[str, tuple[Tensor, Tensor]
         buffer.data = original
 
 
-def _move(
+def _replace_parameters(
     optimizers: list[torch.optim.Optimizer],
     before: dict[str, nn.Parameter],
     after: dict[str, nn.Parameter],

@@ -87,7 +87,7 @@ class Idle:
                     buffer.copy_(before)
                 contents.restore()
                 for current, saved in attributes:
-                    _restore(current, saved)
+                    _restore_attributes(current, saved)
             load_carried_state(model, [carried], 0, 1)
 
 
@@ -104,7 +104,7 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _restore(current: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
+def _restore_attributes(current: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
     for name, (value, before) in saved.items():
         current[name] = value
         _copy_back(value, before)

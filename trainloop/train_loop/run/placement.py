@@ -211,7 +211,7 @@ def placed(loop: LoopState, job: FitJob | None, *, joined: bool) -> Iterator[Pla
             undo.callback(setattr, model, "_compiled_call_impl", None)
         kind: type[Placement] = Placement
         stepped = optimizers if job is not None else []
-        wrap: Callable[..., Any] = partial(_wrapped, model, mode, devices, wrapper_args)
+        wrap: Callable[..., Any] = partial(_in_wrapper, model, mode, devices, wrapper_args)
         if mode == "fsdp":
             from trainloop.train_loop.run.fsdp_placement import ShardedPlacement, sharded  # imports this module
 
@@ -292,7 +292,7 @@ def explain_device(error: RuntimeError, model: nn.Module, criterion: Any, device
         )
 
 
-def _wrapped(
+def _in_wrapper(
     model: nn.Module, mode: str, devices: list[torch.device], wrapper_args: dict[str, Any] | None, **further: Any
 ) -> Any:
     if mode == "dp":

@@ -55,10 +55,11 @@ def check_rows(output: Any, size: int) -> Predictions:
         if count not in allowed:
             counts[name], wrong = count, True
     if wrong:
-        listed = ", ".join(f"{name} has {_counted(count, 'row')}" for name, count in counts.items())
+        listed = ", ".join(f"{name} has {_number_of(count, 'row')}" for name, count in counts.items())
         raise ConfigurationError(
-            f"get_predictions: for a batch of {_counted(size, 'sample')}, {listed}. Return one row for each sample in "
-            "each of them; if samples have other numbers of rows, such as boxes, a list with one item for each sample."
+            f"get_predictions: for a batch of {_number_of(size, 'sample')}, {listed}. Return one row for each sample "
+            "in each of them; if samples have other numbers of rows, such as boxes, a list with one item for each "
+            "sample."
         )
     return output
 
@@ -75,7 +76,7 @@ def _counts(name: str, value: Any) -> dict[str, int]:
     return {}
 
 
-def _counted(number: int, noun: str) -> str:
+def _number_of(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -179,7 +180,7 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
         numeric = isinstance(some, Tensor) or (some is not None and some.dtype.kind in "biufcO")
         if some is not None and all(isinstance(batch, kind) or (numeric and _is_number(batch)) for batch in batches):
             # squeeze() removes the rows of a batch of one sample, and calculations turn the result into a number.
-            found: list[Any] = [batch if isinstance(batch, kind) else _like(batch, some) for batch in batches]
+            found: list[Any] = [batch if isinstance(batch, kind) else _as_array_like(batch, some) for batch in batches]
             arrays = [batch if batch.ndim else with_rows(batch) for batch in found]
             # Sequences that are padded to the longest of their batch have different lengths in different batches.
             same_shapes = all(array.shape[1:] == arrays[0].shape[1:] for array in arrays)
@@ -207,7 +208,7 @@ def _is_row(value: Any) -> bool:
     return _is_number(value) or isinstance(value, (str, bytes, np.generic, Tensor, np.ndarray))
 
 
-def _like(number: Any, array: Any) -> Any:
+def _as_array_like(number: Any, array: Any) -> Any:
     """Return a number as a tensor or an array like ``array``; numpy's numbers keep their own type."""
     if isinstance(array, Tensor):
         plain = number.item() if isinstance(number, np.generic) else number

@@ -123,7 +123,7 @@ class Beside:
         for prefix, whole in modules:
             for name, buffer in whole.named_buffers(prefix):
                 if name not in saved:
-                    self._add(name, buffer, _kind_of(buffer))
+                    self._add(name, buffer, _kind_of_value(buffer))
             for path, part in whole.named_modules(prefix=prefix):
                 saves = type(part).get_extra_state is not nn.Module.get_extra_state  # all or a part of its attributes
                 self._add_attributes(path, part, without={"training", *names_of(part)}, only_lost=saves)
@@ -181,7 +181,7 @@ class Beside:
                     not depth and (not only_lost or isinstance(part, nn.Module)) and as_generator(value) is not None
                 )
                 if not is_saved:
-                    self._add(where, value, None if only_lost else _kind_of(value))
+                    self._add(where, value, None if only_lost else _kind_of_value(value))
                 self._add_within(where, value, package, only_lost, depth)
 
     def _has_seen(self, value: Any) -> bool:
@@ -333,7 +333,7 @@ def warn_of_unlike_tensors(loop: LoopState) -> None:
         )
 
 
-def _kind_of(value: Any) -> Any:
+def _kind_of_value(value: Any) -> Any:
     """Return the kind of a value that a training mostly uses later: a count itself, a tensor's shape, or a pool."""
     if isinstance(value, (list, deque)):
         return "pool" if any(map(_is_sample, islice(value, 10))) else None

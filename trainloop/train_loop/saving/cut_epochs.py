@@ -49,15 +49,15 @@ def states_before_cut(run: TrainingRun) -> dict[str, Any]:
     ]
     here = run.place.collective or loop.is_global_zero
     states = callback_states(loop, "state_dict") if here else []
-    kept = [map_tensors(one, _copy) if changes else None for one, changes in zip(states, changing)]
+    kept = [map_tensors(one, _copied_tensor) if changes else None for one, changes in zip(states, changing)]
     groups = [
-        [{key: map_tensors(value, _copy) for key, value in group.items() if key != "params"} for group in one]
+        [{key: map_tensors(value, _copied_tensor) for key, value in group.items() if key != "params"} for group in one]
         for one in (optimizer.param_groups for optimizer in optimizers_of(loop.optimizer))
     ]
     return {"callbacks": kept, "groups": groups}
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 

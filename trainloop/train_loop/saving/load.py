@@ -17,7 +17,8 @@ from trainloop._support.carried import load_carried_state
 from trainloop._support.scratch import remove_dead
 from trainloop._support.user_line import described_names, warn, warn_or_print
 from trainloop.callbacks.base import matched_entries, overrides_of_user
-from trainloop.callbacks.weights.train_schedule import OF_SCHEDULES, AbstractScheduler
+from trainloop.callbacks.weights.torch_schedulers import OF_SCHEDULES
+from trainloop.callbacks.weights.train_schedule import AbstractScheduler
 from trainloop.checkpoint.sharded import StoredTensor, fill_empty_buffers, fitted, load_model, whole_of
 from trainloop.data.order.orders import set_generator_states, set_states
 from trainloop.devices import has_ranks

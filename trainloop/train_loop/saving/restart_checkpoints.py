@@ -68,13 +68,13 @@ class RestartCheckpoints:
         step = run.loop.global_step
         self._progress[self._row, 0] = step
         if self._resumes:
-            self._report()
+            self._report_restart()
         # At an epoch's end, ranks have agreed on whether to end; within an epoch, they have not agreed, so they
         # continue.
         if step >= self._next and not reasons and (run.epoch_steps or not run.loop.end_requested):
-            self._save(step)
+            self._save_and_agree(step)
 
-    def _report(self) -> None:
+    def _report_restart(self) -> None:
         """After the first step since a restart, print a line, and report the time to the launching process."""
         self._resumes = False
         assert self._order is not None
@@ -84,9 +84,9 @@ class RestartCheckpoints:
                 restart = self._order.restart._replace(seconds=(now - self._order.failed_ns) / 1e9)
                 logger.warning(restart_line(restart, self._order.limit))
 
-    def _save(self, step: int) -> None:
+    def _save_and_agree(self, step: int) -> None:
         begin = time.perf_counter()
-        problem = self._write(step)
+        problem = self._write_for_restart(step)
         mine = [int(problem is not None), int(1e9 * self._cost_s), int(1e9 * (begin - self._written_at))]
         # After this exchange all ranks have written, and decide from the same numbers.
         failed, costs, pauses = zip(*distributed.exchange_ints(mine))
@@ -107,7 +107,7 @@ class RestartCheckpoints:
         self._written_at = time.perf_counter()
         self._cost_s = self._written_at - begin
 
-    def _write(self, step: int) -> str | None:
+    def _write_for_restart(self, step: int) -> str | None:
         """Write a checkpoint. On failure, return this rank's reason, or ``''`` if only other ranks failed. Collective.
 
         An error in a user's ``state_dict``, or lack of disk space, does not end the training.
@@ -130,7 +130,7 @@ class RestartCheckpoints:
             name = checkpoint.checkpoint_name(info)
             error = FolderWriting(folder.location, name, _RUN, state, write_as, wait_s=loop.timeout).write()
         else:
-            put = partial(_put, folder, state)
+            put = partial(_save_undurably, folder, state)
             error = error_of(partial(write_as, put))
         return None if error is None else described(error)
 
@@ -152,11 +152,11 @@ class RestartCheckpoints:
             for hook in run.hooks.on_restart:
                 hook(restart)
             if run.ended or run.is_done():  # no further step
-                self._report()
+                self._report_restart()
         self._written_at = time.perf_counter()
 
 
-def _put(folder: Folder, state: dict[str, Any], name: str, info: CheckpointInfo) -> None:
+def _save_undurably(folder: Folder, state: dict[str, Any], name: str, info: CheckpointInfo) -> None:
     checkpoint.save(folder.path(name), state, info, durable=False)
 
 

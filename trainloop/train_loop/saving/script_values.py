@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainloop._launch.module_state import is_users
+from trainloop._launch.script.users_modules import is_users
 from trainloop.optim.optimizers import optimizers_of
 from trainloop.optim.parameters import trained_modules
 from trainloop.train_loop.progress.loop_state import LoopState
@@ -151,14 +151,14 @@ def put_script_values(loop: LoopState, values: Mapping[str, Any]) -> None:
     classes = _classes_of(loop)
     for path, value in values.items():
         of, _, name = path.rpartition(".")
-        holder = classes.get(of) or _named(of)
+        holder = classes.get(of) or _object_at(of)
         if path in found:
             found[path].put(value)
         elif holder is not None and name not in vars(holder) and not name.endswith("'"):  # one of several of this name
             setattr(holder, name, value)
 
 
-def _named(path: str) -> Any:
+def _object_at(path: str) -> Any:
     """Return the module or the function of this path, or None."""
     module, _, name = path.rpartition(".")
     return sys.modules.get(path) or getattr(sys.modules.get(module), name, None)

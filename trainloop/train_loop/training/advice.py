@@ -118,10 +118,10 @@ class Advice:
         if "counters" in self._given or not (min(counts) <= i < len(step.batches) and loop.is_global_zero):
             yield
             return
-        before = _numbers(loop.model, loop.criterion)
+        before = _numbers_in_attributes(loop.model, loop.criterion)
         yield
         samples = step.sizes[i] if step.sizes[i] > 1 else None
-        after = _numbers(loop.model, loop.criterion)
+        after = _numbers_in_attributes(loop.model, loop.criterion)
         grown = {name: value - before.get(name, value) for name, value in after.items()}
         counters = [name for name, growth in grown.items() if growth not in (0, samples)]
         if counters:
@@ -214,11 +214,11 @@ class Advice:
         trained = getattr(type(loop.model), "get_loss_eval", None) is TTModel.get_loss_eval and kind == "loss"
         buffers = changing_buffers(loop.model) if trained else {}
         bits = bit_sums(list(buffers.values()))
-        before, growths = _numbers(loop.model, loop.criterion, in_dicts=True), []
+        before, growths = _numbers_in_attributes(loop.model, loop.criterion, in_dicts=True), []
         for number, item in enumerate(batches):
             yield item
             if number < _COMPARED_BATCHES:
-                after = _numbers(loop.model, loop.criterion, in_dicts=True)
+                after = _numbers_in_attributes(loop.model, loop.criterion, in_dicts=True)
                 growths.append({name: value - before.get(name, value) for name, value in after.items()})
                 before = after
         even = growths[0] if growths else {}
@@ -298,7 +298,7 @@ class _Skipped:
         return self._before
 
 
-def _numbers(model: nn.Module, criterion: Any, *, in_dicts: bool = False) -> dict[str, float]:
+def _numbers_in_attributes(model: nn.Module, criterion: Any, *, in_dicts: bool = False) -> dict[str, float]:
     """Return the public attributes of a model, a criterion and their modules that are numbers, by path."""
     named = [
         (f"{path}.{name}".lstrip("."), value)

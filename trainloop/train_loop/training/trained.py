@@ -293,7 +293,7 @@ class TrainedParameters:
 
     def _warn_of_buffers(self, names: list[str], sums: list[int]) -> None:
         """Warn, on rank 0, about buffers that differ between ranks. Collective."""
-        odd = _different(names, sums)
+        odd = _names_that_differ(names, sums)
         if distributed.is_global_zero():
             warn_or_print(
                 f"get_loss has changed {described_names(odd)} differently on each rank, as each has a part of the "
@@ -348,7 +348,7 @@ def _is_plain_state(value: Any) -> bool:
     return type(value) is Tensor and value.is_floating_point() and value.layout == torch.strided
 
 
-def _different(names: Iterable[str], sums: Iterable[int]) -> list[str]:
+def _names_that_differ(names: Iterable[str], sums: Iterable[int]) -> list[str]:
     """Return the names, of all ranks, whose sums differ between ranks. Collective."""
     everyone = distributed.gather_object(dict(zip(names, sums, strict=True)))
     known = dict.fromkeys(name for one in everyone for name in one)
@@ -357,7 +357,7 @@ def _different(names: Iterable[str], sums: Iterable[int]) -> list[str]:
 
 def _warn_of_states(states: dict[str, int]) -> None:
     """Warn, on rank 0, about states of optimizers that differ between ranks. Collective."""
-    odd = _different(states, states.values())
+    odd = _names_that_differ(states, states.values())
     if odd and distributed.is_global_zero():
         warn_or_print(
             f"the optimizer's states of {described_names(odd)} differ between ranks. Checkpoints, and the optimizer "
@@ -369,7 +369,7 @@ def _warn_of_states(states: dict[str, int]) -> None:
 
 def _warn_of_callbacks(names: list[str], sums: list[int]) -> None:
     """Warn, on rank 0, about parameters of callbacks that differ between ranks. Collective."""
-    odd = _different(names, sums)
+    odd = _names_that_differ(names, sums)
     if odd and distributed.is_global_zero():
         warn_or_print(
             f"the callbacks' parameters {described_names(odd)} differ between ranks, as each rank trains them with its "

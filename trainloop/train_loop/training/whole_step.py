@@ -68,9 +68,9 @@ class WholeStepTraining(Training):
         if self._whole is None:
             self._compile(follows_rates=self._is_scheduled())
         elif self._settings and (now := self._settings_now()) != self._settings:
-            changed = self._follow(now)
+            changed = self._apply_settings(now)
             if changed is not None:
-                self._refuse(changed)
+                self._stop_compiling(changed)
                 return super().forward_backward(step, first=first, begun=1, wants_loss=wants_loss)
         self._attached = True
         for parameter, gradient in zip(self._parameters, self._gradients):
@@ -86,7 +86,7 @@ class WholeStepTraining(Training):
         except Exception as error:
             if not self._may_continue(error):
                 raise
-            self._refuse(f"{type(error).__name__}: {_first_line(error)}")
+            self._stop_compiling(f"{type(error).__name__}: {_first_line(error)}")
             self._logged.clear()
             return super().forward_backward(step, first=first, begun=1, wants_loss=wants_loss)
         if not self._settings:
@@ -118,7 +118,7 @@ class WholeStepTraining(Training):
         if not self._size:
             reason = self._reason_against(step)
             if reason is not None:
-                self._refuse(reason)
+                self._stop_compiling(reason)
                 return False
             self._size = step.sizes[0]
         return len(step.sizes) == 1 and step.sizes[0] == self._size
@@ -159,7 +159,7 @@ class WholeStepTraining(Training):
     def _begin_epoch(self) -> Iterator[StepBatches]:
         steps = super()._begin_epoch()
         if self._whole is not None and (reason := self._hooked()) is not None:  # hooks may have been added
-            self._refuse(reason)
+            self._stop_compiling(reason)
         return steps
 
     def _may_continue(self, error: Exception) -> bool:
@@ -167,7 +167,7 @@ class WholeStepTraining(Training):
         module = type(error).__module__
         return not self._settings or module.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))
 
-    def _refuse(self, reason: str) -> None:
+    def _stop_compiling(self, reason: str) -> None:
         self._refused, self._whole = True, None
         self._detach()
         warn(f"compile='step': steps are not compiled from here on. The reason: {reason}.")
@@ -186,7 +186,7 @@ class WholeStepTraining(Training):
         (optimizer,) = self.gradients.optimizers
         return is_scheduled(optimizer) and not any(isinstance(g["lr"], Tensor) for g in optimizer.param_groups)
 
-    def _follow(self, now: list[dict[str, Any]]) -> str | None:
+    def _apply_settings(self, now: list[dict[str, Any]]) -> str | None:
         """Apply settings that changed since the graph was compiled; if the graph can't follow, return the reason."""
         before = self._settings
         if [group["params"] for group in now] != [group["params"] for group in before]:

@@ -186,7 +186,7 @@ def test_a_reader_that_goes_away(mode: str, tmp_path: Path) -> None:
     folder = Path(__file__).parent
     script = tmp_path / "script.py"
     script.write_text(
-        f"import sys; sys.path[:0] = [{str(folder)!r}, {str(folder.parent)!r}]\n"
+        f"import sys; sys.path[:0] = [{str(folder)!r}, {str(folder.parents[1])!r}]\n"
         "from test_output_of_ranks import *\n"
         "if __name__ == '__main__':\n"
         f"    loop = loop_of(**{mode})\n"

@@ -27,7 +27,7 @@ from kit.tuning_kinds import MakeBusy, MakeFailing, Scaled, make_broken, make_fr
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from trainloop._launch.settings import read_settings, write_settings
+from trainloop._launch.script.settings import read_settings, write_settings
 from trainloop.resources import ResourceQuota, lease
 from trainloop.tuning import BaggedPredictor, tune
 

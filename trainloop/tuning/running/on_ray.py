@@ -23,9 +23,9 @@ from trainloop.extending import import_extra
 from trainloop.resources import Plan, ResourceQuota, available
 from trainloop.resources.enforce import free_cpus
 from trainloop.resources.quota import as_number, exact
-from trainloop.tuning.local import Child, note_end
+from trainloop.tuning.running.local import Child, note_end
+from trainloop.tuning.running.worker import Job
 from trainloop.tuning.storage import write_bytes
-from trainloop.tuning.worker import Job
 
 _RESULTS = ("result.pkl", "predictions.pkl", "model.pkl", "error.txt", "log.txt")
 _RETRIES = 3  # maximum number of restarts of a task whose node or worker is lost

@@ -25,7 +25,7 @@ cuda = types.SimpleNamespace(
 
 
 def doctor(folder: Path, source: str | None, *arguments: str) -> tuple[int, str]:
-    paths = [str(Path(__file__).parent.parent.parent)]
+    paths = [str(Path(__file__).parents[3])]
     if source is not None:
         (folder / "torch.py").write_text(source)
         paths.insert(0, str(folder))

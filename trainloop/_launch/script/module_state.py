@@ -9,14 +9,11 @@ Functions that the script has replaced in other libraries are sent, too, where t
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import functools
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import io
-import os
 import pickle
 import random
 import re
@@ -31,6 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from trainloop._launch.script.rank_names import rank_dependent
+from trainloop._launch.script.users_modules import in_library, users_modules
 from trainloop._support.user_line import warn
 from trainloop._transfer import load_device
 from trainloop._transfer.pickling import Pickler
@@ -45,7 +44,6 @@ _COMPILERS_OWN = re.compile(r"__\w*_\d")
 _MISSING = object()
 _OWN_FILE = ""
 _FILE_LOADER = importlib.machinery.SourceFileLoader
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class _Sent(NamedTuple):
@@ -70,75 +68,10 @@ def dumped_modules() -> bytes:
     limit = _Limit(_MOST_IN_ALL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # objects may warn if their attributes are read or pickled
-        found = {name: dict(_attributes(module, limit)) for name, module in users.items()}
+        found = {name: dict(_sent_values(module, limit)) for name, module in users.items()}
         for name, path, function in _patches(users):
-            found.setdefault(name, {})[path] = _function(function, name, path, None)
+            found.setdefault(name, {})[path] = _sent_function(function, name, path, None)
     return pickle.dumps(found)
-
-
-def users_modules() -> dict[str, types.ModuleType]:
-    """Return the imported modules that belong to the user's program, by name, without ``__main__``."""
-    return {
-        name: module
-        for name, module in list(sys.modules.items())
-        if name not in ("__main__", "__mp_main__")
-        and getattr(getattr(module, "__spec__", None), "name", None) == name
-        and is_users(name)
-    }
-
-
-def is_users(name: str) -> bool:
-    """Return True if a module belongs to the user's program, also as ``__main__``."""
-    if name in ("__main__", "__mp_main__"):
-        return True
-    module = sys.modules.get(name)
-    # A rank has a class that a function defines by value, without its module.
-    file = _origin_of(name.partition(".")[0]) if module is None else getattr(module, "__file__", None)
-    return type(file) is str and not _in_library(file)
-
-
-@functools.cache
-def _origin_of(top: str) -> str | None:
-    """Return a file of a top-level module that is not imported; None if there is none."""
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return None
-    if spec is None:
-        return None
-    folders = list(spec.submodule_search_locations or ())
-    return os.path.join(folders[0], "__init__.py") if folders else spec.origin if spec.has_location else None
-
-
-@functools.cache
-def _libraries() -> tuple[str, ...]:
-    """Return the folders of the interpreter's own modules and of installed packages."""
-    import sysconfig  # 2 ms, which only launches need
-
-    paths = [path for path in sysconfig.get_paths().values() if path]
-    return tuple({path + os.sep for path in [*paths, *map(os.path.realpath, paths)]})
-
-
-@functools.cache
-def _in_library(file: str) -> bool:
-    if f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file:
-        return True
-    if file.startswith((*_libraries(), _PACKAGE)) or os.path.realpath(file).startswith((*_libraries(), _PACKAGE)):
-        return True
-    folders = [folder for folder in map(os.path.abspath, sys.path) if file.startswith(folder + os.sep)]
-    return any(file[len(folder) + 1 :].partition(os.sep)[0] in _installed_in(folder) for folder in folders)
-
-
-@functools.cache
-def _installed_in(folder: str) -> frozenset[str]:
-    """Return the top-level files and folders of the libraries in a folder of ``pip install --target``."""
-    try:
-        if not any(name.endswith(".dist-info") for name in os.listdir(folder)):
-            return frozenset()
-    except OSError:
-        return frozenset()
-    found = importlib.metadata.distributions(path=[folder])
-    return frozenset(file.parts[0] for distribution in found for file in distribution.files or ())
 
 
 class SentModules:
@@ -208,20 +141,20 @@ def _is_own(value: Any) -> bool:
     return isinstance(value, (types.ModuleType, *generators))
 
 
-def _attributes(module: types.ModuleType, limit: _Limit) -> Iterator[tuple[str, _Sent]]:
+def _sent_values(module: types.ModuleType, limit: _Limit) -> Iterator[tuple[str, _Sent]]:
     name, file = module.__name__, module.__file__
-    for path, value in _named(vars(module), name):
+    for path, value in _values_by_path(vars(module), name):
         if type(value) in _ATOMS:
             yield path, _Sent("atom", value)
         elif isinstance(value, (*_FUNCTIONS, *_METHODS)):
-            sent = _function(value, name, path, file)
+            sent = _sent_function(value, name, path, file)
             # Import hooks, such as pytest's, change the code; ranks may import the module without them.
             yield path, sent if type(module.__loader__) is _FILE_LOADER else sent._replace(value=sent.value[:4])
         elif not _is_own(value) and type(value).__module__.partition(".")[0] not in _WITHOUT_STATE:
-            yield path, _object(value, limit)
+            yield path, _sent_object(value, limit)
 
 
-def _named(namespace: Mapping[str, Any], module: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _values_by_path(namespace: Mapping[str, Any], module: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a module and of its own classes by their paths, without those of Python and torch.
 
     ``torch.compile`` puts what a compiled function uses into its module, such as ``__builtins_dict___0``, and fails in
@@ -235,27 +168,27 @@ def _named(namespace: Mapping[str, Any], module: str, prefix: str = "") -> Itera
         yield path, value
         own_class = isinstance(value, type) and value.__module__ == module and value.__qualname__ == path
         if own_class and not hasattr(value, "__members__"):  # an enum can't be changed
-            yield from _named(vars(value), module, f"{path}.")
+            yield from _values_by_path(vars(value), module, f"{path}.")
 
 
-def _function(value: Any, module: str, path: str, file: str | None) -> _Sent:
+def _sent_function(value: Any, module: str, path: str, file: str | None) -> _Sent:
     description = _description(value, file)
     made_by = description[2]
     own = description[:2] == (module, path)
     # By name: its own code, code of a library's decorator or of a dataclass, and functions and classes of other places.
-    if own and (made_by in (None, _OWN_FILE, "<string>") or _in_library(made_by)):
+    if own and (made_by in (None, _OWN_FILE, "<string>") or in_library(made_by)):
         return _Sent("function", description)
     if not own and _resolved(*description[:2]) is value:
         return _Sent("function", description)
     file_ = io.BytesIO()
     try:
-        Pickler(file_).dump(_copy(value))
+        Pickler(file_).dump(_copied_function(value))
     except Exception as error:  # whatever is in a closure
         return _Sent("function", description, str(error))
     return _Sent("function", description, file_.getvalue())
 
 
-def _copy(function: Any) -> Any:
+def _copied_function(function: Any) -> Any:
     """Return a copy of a function, which is sent by value although the original has a name in a module."""
     if type(function) is not types.FunctionType:
         return function
@@ -339,7 +272,7 @@ class _ObjectPickler(Pickler):
     keeps_shared = False
 
 
-def _object(value: Any, limit: _Limit) -> _Sent:
+def _sent_object(value: Any, limit: _Limit) -> _Sent:
     """Return the pickle of an object; its type and length if it can't be sent."""
     try:
         _ObjectPickler(limit).dump(value)
@@ -449,7 +382,7 @@ class _Receiver:
             if not isinstance(own, types.FunctionType) and path in rank_dependent(module.__name__):
                 continue
             try:
-                self._set(owner, name, own, sent)
+                self._set_sent(owner, name, own, sent)
             except Exception as error:
                 if self._late is not None:
                     self._late.append((module, path))
@@ -485,18 +418,18 @@ class _Receiver:
             return (
                 isinstance(own, (*_FUNCTIONS, *_METHODS)) and _description(own, file)[: len(sent.value)] == sent.value
             )
-        found = _object(own, _Limit(_MOST_IN_ALL))
+        found = _sent_object(own, _Limit(_MOST_IN_ALL))
         return found[:2] == sent[:2]
 
-    def _set(self, owner: Any, name: str, own: Any, sent: _Sent) -> None:
+    def _set_sent(self, owner: Any, name: str, own: Any, sent: _Sent) -> None:
         if sent.kind == "unsent":
             raise TypeError(sent.extra)
         if sent.kind == "atom":
             new = sent.value
         elif sent.kind == "pickle":
-            new = self._loaded(sent.value)
+            new = self._unpickled(sent.value)
         elif isinstance(sent.extra, bytes):
-            new = self._loaded(sent.extra)
+            new = self._unpickled(sent.extra)
         else:
             module, qualname = sent.value[:2]
             if module in self.sent and module not in sys.modules:
@@ -508,7 +441,7 @@ class _Receiver:
         if merged is not own:
             setattr(owner, name, merged)
 
-    def _loaded(self, stream: bytes) -> Any:
+    def _unpickled(self, stream: bytes) -> Any:
         with load_device(self._device):
             return _Unpickler(io.BytesIO(stream), self.sent).load()
 
@@ -556,113 +489,3 @@ def _merged(own: Any, new: Any) -> Any:
         attributes.update(items)
         return own
     return own if isinstance(own, dict | list | set | bytearray) else new
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Names whose values depend on the rank
-# --------------------------------------------------------------------------------------------------------------------
-
-_RANKS_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
-_RANKS_NAMES = {
-    *("get_rank", "get_world_size", "get_node_local_rank", "is_initialized", "is_global_zero"),
-    *("getpid", "getppid", "current_process", "parent_process"),
-}
-
-
-def rank_dependent(module: str) -> frozenset[str]:
-    """Return the names that a module derives from the rank when it is imported, as in ``os.environ["RANK"]``."""
-    sources: dict[str, _Source] = {}  # of the module and of the user's modules that it imports, directly or not
-    waiting = [module]
-    while waiting:
-        name = waiting.pop()
-        if name not in sources and (source := _source(name)) is not None:
-            sources[name] = source
-            waiting += source.imported & sys.modules.keys()
-    found: dict[str, set[str]] = {name: set() for name in sources}
-    changed = True
-    while changed:  # modules may import each other
-        changed = False
-        for name, source in reversed(sources.items()):
-            names, before = found[name], len(found[name])
-            names.update(*(found[other] for other in source.imported & sources.keys()))
-            while True:
-                derived = [paths for paths, words in source.units if words & names or words & _RANKS_NAMES]
-                more = set().union(*derived) - names
-                if not more:
-                    break
-                names |= more
-            changed = changed or len(names) > before
-    return frozenset(found.get(module, ()))
-
-
-class _Source(NamedTuple):
-    """What a module's file says."""
-
-    imported: frozenset[str]
-    """Names of the modules that it may import."""
-    units: tuple[tuple[set[str], set[str]], ...]
-    """The names that each statement binds, and the words in it."""
-
-
-def _source(name: str) -> _Source | None:
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None)
-    if not file or not file.endswith(".py") or _in_library(file):
-        return None
-    try:
-        status = os.stat(file)
-    except OSError:
-        return None
-    return _parsed(file, getattr(module, "__package__", None) or "", status.st_mtime_ns, status.st_size)
-
-
-@functools.cache
-def _parsed(file: str, package: str, time_ns: int, size: int) -> _Source | None:
-    """Return what a file says; ``time_ns`` and ``size`` distinguish versions of the file."""
-    try:
-        with open(file, "rb") as source:
-            tree = ast.parse(source.read())
-    except (OSError, SyntaxError, ValueError):
-        return None
-    imported = frozenset(part for statement in tree.body for part in _imported(statement, package))
-    return _Source(imported, tuple(_units(tree.body)))
-
-
-def _imported(statement: ast.stmt, package: str) -> Iterator[str]:
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            source = ".".join([*base, *([node.module] if node.module else [])])
-            yield source
-            yield from (f"{source}.{alias.name}" for alias in node.names)
-
-
-def _units(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[set[str], set[str]]]:
-    """Yield the names that each statement binds, and the words in it: names, attributes, and names of variables."""
-    for statement in body:
-        if isinstance(statement, ast.ClassDef):
-            yield from _units(statement.body, f"{prefix}{statement.name}.")
-            continue
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            for alias in statement.names:
-                name = (alias.asname or alias.name).partition(".")[0]
-                yield {prefix + name}, {alias.name.rpartition(".")[2]}
-            continue
-        bound, words = set(), set()
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            bound.add(statement.name)
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name):
-                words.add(node.id)
-                if isinstance(node.ctx, ast.Store):
-                    bound.add(node.id)
-            elif isinstance(node, ast.Attribute):
-                words.add(node.attr)
-            elif isinstance(node, ast.alias):
-                bound.add((node.asname or node.name).partition(".")[0])
-                words.add(node.name.rpartition(".")[2])
-            elif isinstance(node, ast.Constant) and node.value in _RANKS_VARIABLES:
-                words.add("get_rank")
-        yield {prefix + name for name in bound}, words

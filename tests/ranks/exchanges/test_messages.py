@@ -69,7 +69,7 @@ def forged(number: int, form: int, body: bytes, size: int | None = None, call: s
 def strangers(trap: str, with_key: bool) -> dict[str, Any]:
     if not with_key:
         set_run_key(None)
-        SharedKey.open = classmethod(lambda cls, place: None)  # type: ignore[method-assign]  # as on two hosts
+        SharedKey.key_at = classmethod(lambda cls, place: None)  # type: ignore[method-assign]  # as on two hosts
     rank = dist.get_rank()
     poison = pickle.dumps(Trap(trap))
     session = session_here()
@@ -182,12 +182,12 @@ class Own:
 
 sys.modules["__main__"].Own = Own
 folder, rank, cases = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-open_shared_key = SharedKey.open
+shared_key_at = SharedKey.key_at
 for number, (key, other_host) in enumerate(cases):
     os.environ.pop("TRAINLOOP_KEY", None)
     if key:
         os.environ["TRAINLOOP_KEY"] = key
-    SharedKey.open = (lambda place: None) if other_host else open_shared_key
+    SharedKey.key_at = (lambda place: None) if other_host else shared_key_at
     store = dist.FileStore(f"{folder}/{number}", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     try:
@@ -267,22 +267,22 @@ def test_the_key_of_the_environment(tmp_path: Path) -> None:
 def test_a_shared_key_is_taken_from_a_nameless_file_of_one_s_own_only(tmp_path: Path) -> None:
     shared = SharedKey()
     try:
-        assert SharedKey.open(shared.place) == shared.key
+        assert SharedKey.key_at(shared.place) == shared.key
         (tmp_path / "trainloop-key").write_bytes(b"known to others" * 4)
         with open(tmp_path / "trainloop-key") as file:
-            assert SharedKey.open((os.getpid(), file.fileno())) is None
+            assert SharedKey.key_at((os.getpid(), file.fileno())) is None
         other = os.memfd_create("another")
-        assert SharedKey.open((os.getpid(), other)) is None
+        assert SharedKey.key_at((os.getpid(), other)) is None
         os.close(other)
         if os.geteuid() == 0:
             mine = os.memfd_create("trainloop-key")
             os.fchown(mine, 65534, 65534)  # as a file that another user's process made
-            assert SharedKey.open((os.getpid(), mine)) is None
+            assert SharedKey.key_at((os.getpid(), mine)) is None
             os.close(mine)
-        assert SharedKey.open((2**22, 3)) is None
+        assert SharedKey.key_at((2**22, 3)) is None
     finally:
         shared.close()
-    assert SharedKey.open(shared.place) is None
+    assert SharedKey.key_at(shared.place) is None
 
 
 def test_no_object_collective_of_torch_is_called() -> None:

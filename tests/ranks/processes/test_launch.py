@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 from kit.ranks import run_ranks
 
-from trainloop._launch import join, launch, main_guard, rank_from_launcher
+from trainloop._launch import join, launch, rank_from_launcher
 from trainloop._launch.joining import first_host, rendezvous_point
+from trainloop._launch.script import main_guard
 from trainloop._support.stopping import StopAgreement
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError, WorkerFailedError
@@ -361,7 +362,7 @@ def test_the_lines_of_a_script_that_was_edited_since_it_started_say_nothing(edit
 
 GUARDED_AND_EDITED = """
 from pathlib import Path
-from trainloop._launch.main_guard import check_main_guard
+from trainloop._launch.script.main_guard import check_main_guard
 if __name__ == '__main__':
     text = Path(__file__).read_text()
     Path(__file__).write_text('pass\\n' * 9 + text)

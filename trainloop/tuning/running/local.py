@@ -20,12 +20,12 @@ from typing import Any
 
 from trainloop._launch.failures import exit_text
 from trainloop._processes import fork_server as processes
-from trainloop._support.platform import affinity
+from trainloop._support.platform import usable_cpus
 from trainloop.errors import ResourceError
 from trainloop.extending import warn
 from trainloop.resources import ResourceQuota, available, enforce, gpus, lease
 from trainloop.resources.quota import exact
-from trainloop.tuning.worker import Job, train_fold
+from trainloop.tuning.running.worker import Job, train_fold
 
 logger = logging.getLogger("trainloop")
 
@@ -40,7 +40,7 @@ def machine_total(total: ResourceQuota | None) -> ResourceQuota:
 
 def lease_total(total: ResourceQuota, timeout_s: float | None, undo: ExitStack) -> tuple[list[int], list[int]]:
     """Lease CPUs and GPUs for this search. Return the numbers of the CPUs and the indices of the GPUs."""
-    cpus = affinity() or list(range(os.cpu_count() or 1))
+    cpus = usable_cpus()
     num_cpus, num_gpus = int(total.num_cpus), math.ceil(exact(total.num_gpus))
     names = gpus.names(available().num_gpus) if num_gpus else []
     if lease.inherited():
@@ -88,9 +88,9 @@ class Child:
         self._dropped = self._ended = False
         self._started: Future[BaseProcess | None] = Future()
         # Started in a thread, because the server's imports may take a minute on a busy machine.
-        threading.Thread(target=self._begin, name="trainloop-fold-start", daemon=True).start()
+        threading.Thread(target=self._start_process, name="trainloop-fold-start", daemon=True).start()
 
-    def _begin(self) -> None:
+    def _start_process(self) -> None:
         calls = [(train_fold, (self.job,))]
         started: list[BaseProcess] = []
         try:

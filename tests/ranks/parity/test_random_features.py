@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ranks.test_random_configurations import check, loop_in_mode, numbers
+from ranks.parity.test_random_configurations import check, loop_in_mode, numbers
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
 from trainloop.callbacks import ExponentialMovingAverage, GradientStats, LRScheduler, ModelCheckpoint
 from trainloop.optim.optimizers import optimizers_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parent.parent / "typed"
+SCRIPTS = Path(__file__).parents[2] / "typed"
 PACKAGE = SCRIPTS.parent.parent
 
 

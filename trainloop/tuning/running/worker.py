@@ -81,7 +81,7 @@ def train_fold(job: Job) -> None:
     if job.cpus:
         platform.set_affinity(job.cpus)
     try:
-        _train(job, folder)
+        _train_job(job, folder)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -126,7 +126,7 @@ def _end_with_parent(sentinel: int) -> None:
     os._exit(1)
 
 
-def _train(job: Job, folder: Path) -> None:
+def _train_job(job: Job, folder: Path) -> None:
     global _until
     _until = job.until
     # The search has already leased this fold's resources. A lease by the fold would wait until the search ends.

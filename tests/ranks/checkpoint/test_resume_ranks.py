@@ -199,7 +199,7 @@ class LastSteps(AbstractCallback):
 
 
 def resumed_on_hosts_without_a_key(folder: str) -> deque[int]:
-    SharedKey.open = classmethod(lambda cls, place: None)  # type: ignore[method-assign]  # as on two hosts
+    SharedKey.key_at = classmethod(lambda cls, place: None)  # type: ignore[method-assign]  # as on two hosts
     for num_epochs, resume_from in ((1, None), (2, folder)):
         last = LastSteps()
         make(False)[1].fit(num_epochs=num_epochs, callbacks=[last, ModelCheckpoint(folder)], resume_from=resume_from)

@@ -15,7 +15,7 @@ from benchmarks.gpu_checks import CHECKS
 from benchmarks.gpu_parts import Bench
 from benchmarks.gpu_plan import PLAN, SIMULATED
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ import torch
 from kit import event_files
 from torch.optim import lr_scheduler
 
-from ranks import test_random_configurations as configurations
-from ranks.test_random_configurations import check, numbers
+from ranks.parity import test_random_configurations as configurations
+from ranks.parity.test_random_configurations import check, numbers
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import (
     ConfusionMatrix,

@@ -301,7 +301,7 @@ class KilledInWriting(AbstractCallback):
 
         if self.train_loop_obj.rank != self.rank or self.mark.exists():
             return
-        name = "_report" if self.rank else "publish"
+        name = "_report_to_rank_zero" if self.rank else "publish"
         real = getattr(sharded_writing, name)
 
         def third_kills(*args: Any) -> Any:

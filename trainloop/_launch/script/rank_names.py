@@ -1,0 +1,117 @@
+"""Find the names that a module derives from the rank when it is imported: each rank keeps its own values of these."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from trainloop._launch.script.users_modules import in_library
+
+_RANKS_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+_RANKS_NAMES = {
+    *("get_rank", "get_world_size", "get_node_local_rank", "is_initialized", "is_global_zero"),
+    *("getpid", "getppid", "current_process", "parent_process"),
+}
+
+
+def rank_dependent(module: str) -> frozenset[str]:
+    """Return the names that a module derives from the rank when it is imported, as in ``os.environ["RANK"]``."""
+    sources: dict[str, _Source] = {}  # of the module and of the user's modules that it imports, directly or not
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in sources and (source := _source(name)) is not None:
+            sources[name] = source
+            waiting += source.imported & sys.modules.keys()
+    found: dict[str, set[str]] = {name: set() for name in sources}
+    changed = True
+    while changed:  # modules may import each other
+        changed = False
+        for name, source in reversed(sources.items()):
+            names, before = found[name], len(found[name])
+            names.update(*(found[other] for other in source.imported & sources.keys()))
+            while True:
+                derived = [paths for paths, words in source.units if words & names or words & _RANKS_NAMES]
+                more = set().union(*derived) - names
+                if not more:
+                    break
+                names |= more
+            changed = changed or len(names) > before
+    return frozenset(found.get(module, ()))
+
+
+class _Source(NamedTuple):
+    """What a module's file says."""
+
+    imported: frozenset[str]
+    """Names of the modules that it may import."""
+    units: tuple[tuple[set[str], set[str]], ...]
+    """The names that each statement binds, and the words in it."""
+
+
+def _source(name: str) -> _Source | None:
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if not file or not file.endswith(".py") or in_library(file):
+        return None
+    try:
+        status = os.stat(file)
+    except OSError:
+        return None
+    return _parsed(file, getattr(module, "__package__", None) or "", status.st_mtime_ns, status.st_size)
+
+
+@functools.cache
+def _parsed(file: str, package: str, time_ns: int, size: int) -> _Source | None:
+    """Return what a file says; ``time_ns`` and ``size`` distinguish versions of the file."""
+    try:
+        with open(file, "rb") as source:
+            tree = ast.parse(source.read())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    imported = frozenset(part for statement in tree.body for part in _imported(statement, package))
+    return _Source(imported, tuple(_names_by_statement(tree.body)))
+
+
+def _imported(statement: ast.stmt, package: str) -> Iterator[str]:
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            yield source
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def _names_by_statement(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[set[str], set[str]]]:
+    """Yield the names that each statement binds, and the words in it: names, attributes, and names of variables."""
+    for statement in body:
+        if isinstance(statement, ast.ClassDef):
+            yield from _names_by_statement(statement.body, f"{prefix}{statement.name}.")
+            continue
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            for alias in statement.names:
+                name = (alias.asname or alias.name).partition(".")[0]
+                yield {prefix + name}, {alias.name.rpartition(".")[2]}
+            continue
+        bound, words = set(), set()
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            bound.add(statement.name)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name):
+                words.add(node.id)
+                if isinstance(node.ctx, ast.Store):
+                    bound.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                words.add(node.attr)
+            elif isinstance(node, ast.alias):
+                bound.add((node.asname or node.name).partition(".")[0])
+                words.add(node.name.rpartition(".")[2])
+            elif isinstance(node, ast.Constant) and node.value in _RANKS_VARIABLES:
+                words.add("get_rank")
+        yield {prefix + name for name in bound}, words
