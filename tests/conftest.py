@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainloop._launch import spawning
 from trainloop._processes import fork_server as processes
 
 # A rank, a loader's worker and a test's own subprocess each take a thread a core otherwise, and two cores then
@@ -47,8 +48,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["TRAINLOOP_LEASE_DIR"] = tempfile.mkdtemp(prefix="leases-")
 atexit.register(shutil.rmtree, os.environ["TRAINLOOP_LEASE_DIR"], ignore_errors=True)
 # Other programs, with names alike, use the machine too: semaphores made here, and by children, say whose they are.
-_SEMAPHORES = f"mp-tests-{os.getpid()}"
-multiprocessing.current_process()._config["semprefix"] = f"/{_SEMAPHORES}"  # type: ignore[attr-defined]
+multiprocessing.current_process()._config["semprefix"] = f"/mp-tests-{os.getpid()}"  # type: ignore[attr-defined]
 
 ODD_LENGTH = 101  # divisible by no batch size and no number of ranks that the tests use
 
@@ -86,12 +86,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     mark = item.get_closest_marker("long")
     if mark is not None and mark.kwargs:
         test = item.nodeid.partition("[")[0]
-        _QUICK_CASES[test] += 1
-        if _QUICK_CASES[test] <= mark.kwargs["but"]:
+        # Not a global of this module: ranks would receive it, and read this file since theirs differs.
+        seen = item.session.__dict__.setdefault("_cases_seen", collections.Counter())
+        seen[test] += 1
+        if seen[test] <= mark.kwargs["but"]:
             item.own_markers.remove(mark)
-
-
-_QUICK_CASES: collections.Counter[str] = collections.Counter()
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m, so that the parts are of equal size
@@ -134,15 +133,35 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let each file of tests be alone, as where it is the only one that was collected.
+
+    The loop describes all modules of the user's program to its ranks, which takes seconds for 270 files of tests.
+    """
+    folder = str(Path(__file__).parent)
+    files = {name: module for name, module in sys.modules.items() if name.startswith("test_")}
+    files = {name: module for name, module in files.items() if (module.__file__ or "").startswith(folder)}
+    session._files = files  # type: ignore[attr-defined]  # no global of this module, which the loop would send, too
+    for name in files:
+        del sys.modules[name]
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _modules_stay() -> None:
-    """What is imported by now lives as long as this process: the garbage collector need not visit it again.
+def _alone_and_frozen(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Only this file's module is there, and what is imported by now need not be visited by the garbage collector again.
 
     These are a million objects. Each full collection of a test visited them all, and in a worker that a loader forks
     the visit alone made a copy of every page.
     """
+    origins = {getattr(value, "__module__", None) for value in vars(request.module).values()}  # other files' helpers
+    files = request.session._files  # type: ignore[attr-defined]
+    here = {name: module for name, module in files.items() if name in {request.module.__name__, *origins}}
+    sys.modules.update(here)
     gc.collect()
     gc.freeze()
+    yield
+    for name in here:
+        del sys.modules[name]
 
 
 # -- what hangs --------------------------------------------------------------------------------------------------------
@@ -182,6 +201,8 @@ def end_children(why: str) -> None:
 
 # Both ways are users' own; `make test-all` runs all tests with each. Scripts that tests run have it by inheritance.
 os.environ.setdefault(processes.METHOD_VARIABLE, "forkserver" if sys.platform == "linux" else "spawn")
+# Ranks import the file of their test, and so pytest, which took a third of a rank's life.
+spawning.SERVER_MODULES = (*spawning.SERVER_MODULES, "pytest", "psutil")
 
 
 @pytest.fixture(params=["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -365,7 +386,7 @@ def _made_by_this_process(name: str) -> bool:
     if name.startswith("sem."):
         # Those of a launch begin with the launching process's number. joblib, which comes with scikit-learn, names all
         # of a process's semaphores anew once it is imported.
-        return name.startswith((f"sem.{_SEMAPHORES}-", f"sem.mp-{os.getpid()}-", f"sem.loky-{os.getpid()}-"))
+        return name.startswith((f"sem.mp-tests-{os.getpid()}-", f"sem.mp-{os.getpid()}-", f"sem.loky-{os.getpid()}-"))
     parts = name.split("_")
     return not (parts[0] == "torch" and len(parts) > 1 and parts[1].isdigit()) or int(parts[1]) == os.getpid()
 
