@@ -46,6 +46,9 @@ $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) | $(BIN)/py
 	@touch $$@
 endef
 
+# Where Python may not write bytecode, each process of a test compiles the package and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help ci-environment demo test test-long test-slow-part test-unit test-docs test-bench-part test-hosts test-all test-simulated-gpu test-ecosystem test-ecosystem-part test-platforms test-versions lint types docs dist check bench gpu soak soak-restarts clean
 help:
 	@sed -n '1,/^PYTHON/{/^# make/s/^# //p}' Makefile

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import gc
 import logging
+import math
 import multiprocessing
 import multiprocessing.util
 import os
@@ -82,14 +83,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Of a test with ``@pytest.mark.long(but=1)``, let the first case be none of the long ones."""
+    """Of a test with ``@pytest.mark.long(but=2)``, let the first two cases be none of the long ones.
+
+    With ``long(every=3)`` these are the first of each three: of a product of cases each value of each parameter, if the
+    number has no divisor in common with those of the parameters' values.
+    """
     mark = item.get_closest_marker("long")
     if mark is not None and mark.kwargs:
         test = item.nodeid.partition("[")[0]
         # Not a global of this module: ranks would receive it, and read this file since theirs differs.
         seen = item.session.__dict__.setdefault("_cases_seen", collections.Counter())
         seen[test] += 1
-        if seen[test] <= mark.kwargs["but"]:
+        if seen[test] <= mark.kwargs.get("but", 0) or seen[test] % mark.kwargs.get("every", math.inf) == 1:
             item.own_markers.remove(mark)
 
 

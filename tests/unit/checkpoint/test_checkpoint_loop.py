@@ -249,6 +249,7 @@ def state_of(loop: TrainLoop) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long(every=3)
 @pytest.mark.parametrize("seed", [3, None], ids=["seeded", "unseeded"])
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("steps", [1, 8], ids=["in the first epoch", "in the second"])
