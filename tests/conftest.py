@@ -79,7 +79,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run only the K-th (modulo N) of N parts of the tests")
-    parser.addoption("--slow-part", metavar="K/N", help="of the slow tests run only the K-th (modulo N) of N parts")
+    parser.addoption(
+        "--slow-part", metavar="K/N", help="of the slow and the long tests run only the K-th (modulo N) of N parts"
+    )
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -102,7 +104,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for option in ("--part", "--slow-part"):
         if part := config.getoption(option):
-            divided = [item for item in items if option == "--part" or "slow" in item.keywords]
+            divided = [
+                item
+                for item in items
+                if option == "--part" or item.get_closest_marker("slow") or item.get_closest_marker("long")
+            ]
             divided.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
             k, n = map(int, part.split("/"))
             n = min(n, len(divided) or 1)  # no part without a test, which pytest calls a failure
