@@ -664,6 +664,7 @@ class Signalled(AbstractCallback):
         return {}
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize(
     "signum, code",
     [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGUSR2, 140)],
