@@ -134,6 +134,7 @@ class GoTo(AbstractCallback):
         os.chdir(self.folder)
 
 
+@pytest.mark.long
 def test_relative_paths_are_those_of_the_folder_in_which_a_callback_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_leave: Any
 ) -> None:
