@@ -1,6 +1,6 @@
 # make demo      install, train a digits CNN with two DDP ranks, show what came out
 # make test      install, run the tests, but for those of more than two seconds each
-# make test-long  those; in twelve parts, as CI does, another one after each commit: make test-long ARGS="--part 1/12"
+# make test-long  those; in sixteen parts, as CI does, another one after each commit: make test-long ARGS="--part 1/16"
 # make test-slow-part  one of 120 parts of the slow tests, another one after each commit: make test-slow-part PART=3
 # make test-unit those that start no Python of their own
 # make test-docs all examples, and every block of code in the documentation
@@ -45,6 +45,9 @@ $(VENV)/$(1).stamp: setup.cfg setup.py pyproject.toml $(CONSTRAINTS) | $(BIN)/py
 	@$(PIP) -e ".[$(1)]"
 	@touch $$@
 endef
+
+# Where Python may not write bytecode, each process of a test compiles the package and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help ci-environment demo test test-long test-slow-part test-unit test-docs test-bench-part test-hosts test-all test-simulated-gpu test-ecosystem test-ecosystem-part test-platforms test-versions lint types docs dist check bench gpu soak soak-restarts clean
 help:

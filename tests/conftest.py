@@ -7,6 +7,7 @@ import collections
 import contextlib
 import gc
 import logging
+import math
 import multiprocessing
 import multiprocessing.util
 import os
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainloop._launch import spawning
 from trainloop._processes import fork_server as processes
 
 # A rank, a loader's worker and a test's own subprocess each take a thread a core otherwise, and two cores then
@@ -47,8 +49,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["TRAINLOOP_LEASE_DIR"] = tempfile.mkdtemp(prefix="leases-")
 atexit.register(shutil.rmtree, os.environ["TRAINLOOP_LEASE_DIR"], ignore_errors=True)
 # Other programs, with names alike, use the machine too: semaphores made here, and by children, say whose they are.
-_SEMAPHORES = f"mp-tests-{os.getpid()}"
-multiprocessing.current_process()._config["semprefix"] = f"/{_SEMAPHORES}"  # type: ignore[attr-defined]
+multiprocessing.current_process()._config["semprefix"] = f"/mp-tests-{os.getpid()}"  # type: ignore[attr-defined]
 
 ODD_LENGTH = 101  # divisible by no batch size and no number of ranks that the tests use
 
@@ -78,27 +79,36 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run only the K-th (modulo N) of N parts of the tests")
-    parser.addoption("--slow-part", metavar="K/N", help="of the slow tests run only the K-th (modulo N) of N parts")
+    parser.addoption(
+        "--slow-part", metavar="K/N", help="of the slow and the long tests run only the K-th (modulo N) of N parts"
+    )
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Of a test with ``@pytest.mark.long(but=1)``, let the first case be none of the long ones."""
+    """Of a test with ``@pytest.mark.long(but=2)``, let the first two cases be none of the long ones.
+
+    With ``long(every=3)`` these are the first of each three: of a product of cases each value of each parameter, if the
+    number has no divisor in common with those of the parameters' values.
+    """
     mark = item.get_closest_marker("long")
     if mark is not None and mark.kwargs:
         test = item.nodeid.partition("[")[0]
-        _QUICK_CASES[test] += 1
-        if _QUICK_CASES[test] <= mark.kwargs["but"]:
+        # Not a global of this module: ranks would receive it, and read this file since theirs differs.
+        seen = item.session.__dict__.setdefault("_cases_seen", collections.Counter())
+        seen[test] += 1
+        if seen[test] <= mark.kwargs.get("but", 0) or seen[test] % mark.kwargs.get("every", math.inf) == 1:
             item.own_markers.remove(mark)
-
-
-_QUICK_CASES: collections.Counter[str] = collections.Counter()
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m, so that the parts are of equal size
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for option in ("--part", "--slow-part"):
         if part := config.getoption(option):
-            divided = [item for item in items if option == "--part" or "slow" in item.keywords]
+            divided = [
+                item
+                for item in items
+                if option == "--part" or item.get_closest_marker("slow") or item.get_closest_marker("long")
+            ]
             divided.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
             k, n = map(int, part.split("/"))
             n = min(n, len(divided) or 1)  # no part without a test, which pytest calls a failure
@@ -134,15 +144,35 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let each file of tests be alone, as where it is the only one that was collected.
+
+    The loop describes all modules of the user's program to its ranks, which takes seconds for 270 files of tests.
+    """
+    folder = str(Path(__file__).parent)
+    files = {name: module for name, module in sys.modules.items() if name.startswith("test_")}
+    files = {name: module for name, module in files.items() if (module.__file__ or "").startswith(folder)}
+    session._files = files  # type: ignore[attr-defined]  # no global of this module, which the loop would send, too
+    for name in files:
+        del sys.modules[name]
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _modules_stay() -> None:
-    """What is imported by now lives as long as this process: the garbage collector need not visit it again.
+def _alone_and_frozen(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Only this file's module is there, and what is imported by now need not be visited by the garbage collector again.
 
     These are a million objects. Each full collection of a test visited them all, and in a worker that a loader forks
     the visit alone made a copy of every page.
     """
+    origins = {getattr(value, "__module__", None) for value in vars(request.module).values()}  # other files' helpers
+    files = request.session._files  # type: ignore[attr-defined]
+    here = {name: module for name, module in files.items() if name in {request.module.__name__, *origins}}
+    sys.modules.update(here)
     gc.collect()
     gc.freeze()
+    yield
+    for name in here:
+        del sys.modules[name]
 
 
 # -- what hangs --------------------------------------------------------------------------------------------------------
@@ -182,6 +212,8 @@ def end_children(why: str) -> None:
 
 # Both ways are users' own; `make test-all` runs all tests with each. Scripts that tests run have it by inheritance.
 os.environ.setdefault(processes.METHOD_VARIABLE, "forkserver" if sys.platform == "linux" else "spawn")
+# Ranks import the file of their test, and so pytest, which took a third of a rank's life.
+spawning.SERVER_MODULES = (*spawning.SERVER_MODULES, "pytest", "psutil")
 
 
 @pytest.fixture(params=["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -365,7 +397,7 @@ def _made_by_this_process(name: str) -> bool:
     if name.startswith("sem."):
         # Those of a launch begin with the launching process's number. joblib, which comes with scikit-learn, names all
         # of a process's semaphores anew once it is imported.
-        return name.startswith((f"sem.{_SEMAPHORES}-", f"sem.mp-{os.getpid()}-", f"sem.loky-{os.getpid()}-"))
+        return name.startswith((f"sem.mp-tests-{os.getpid()}-", f"sem.mp-{os.getpid()}-", f"sem.loky-{os.getpid()}-"))
     parts = name.split("_")
     return not (parts[0] == "torch" and len(parts) > 1 and parts[1].isdigit()) or int(parts[1]) == os.getpid()
 

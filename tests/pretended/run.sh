@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Use every mode once and run a part of tests/unit on the pretended macOS and Windows, side by side: run.sh PYTHON
-# run.sh PYTHON darwin (or win32) does so on one of them.
+# run.sh PYTHON darwin (or win32) does so on one of them. MODES="single ddp" uses those only.
 set -u
 cd "$(dirname "$0")/../.."
 python=$1 only=${2-}
@@ -8,7 +8,7 @@ unit=(unit/callbacks/test_callbacks_early_stopping unit/checkpoint/test_checkpoi
   unit/evaluation/test_evaluation unit/logs/test_history unit/logs/test_metrics house/test_platform unit/data/test_rng)
 try() {
   export PRETEND_PLATFORM=$1 PYTHONPATH=tests/pretended
-  "$python" tests/pretended/modes.py && "$python" -m pytest -q -p no:cacheprovider "${unit[@]/#/tests/}"
+  "$python" tests/pretended/modes.py ${MODES-} && "$python" -m pytest -q -p no:cacheprovider "${unit[@]/#/tests/}"
 }
 unit=("${unit[@]/%/.py}")
 log=$(mktemp)

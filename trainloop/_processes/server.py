@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+import weakref
 from typing import Any
 
 from trainloop._processes.fork_server import SERVER_VARIABLE, open_standard_descriptors, set_threads
@@ -51,6 +52,9 @@ def _in_fork(signal_mask: list[int]) -> None:
     _is_server = False
     set_blocked_signals(signal_mask)  # the server blocks the signal that Ctrl-C sends to the whole group
     set_threads()
+    # They belong to the server's end: a fork would remove its temporary folders, and take torch's libraries apart.
+    for ending in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        ending.atexit = False
     # Python's own generator is seeded by Python in a fork.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

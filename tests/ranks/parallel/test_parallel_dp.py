@@ -259,6 +259,7 @@ class Penalised(Net):
 DP_MODELS: list[type[Net]] = [Net, Weighted, TwoLosses, Recurrent, Penalised]
 
 
+@pytest.mark.long(every=3)
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
 @pytest.mark.parametrize("size", [1, 7])
 @pytest.mark.parametrize("cls", DP_MODELS)

@@ -17,6 +17,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from kit.ranks import run_ranks
 from trainloop._launch import join, launch, rank_from_launcher
 from trainloop._launch.joining import first_host, rendezvous_point
 from trainloop._launch.script import main_guard
+from trainloop._processes.fork_server import METHOD_VARIABLE
 from trainloop._support.stopping import StopAgreement
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError, WorkerFailedError
@@ -90,6 +92,8 @@ def facts(weights: Weights, counter: torch.Tensor, value: Any, scale: Any) -> di
         "main": sys.modules["__main__"].__dict__.get("pytest"),
         "signals ignored": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
         "weights": weights,
+        # What libraries want at the end of the server, such as to remove its temporary folders.
+        "finalizers": {f.peek()[1].__name__ for f in list(weakref.finalize._registry) if f.atexit},  # type: ignore[attr-defined]
     }
 
 
@@ -110,6 +114,7 @@ def test_what_a_rank_is_and_sees(tmp_path: Path, may_leave: Callable[..., None])
     assert one["backend"] == "gloo"
     assert one["main"] is None  # the script is not run again
     assert not one["signals ignored"]
+    assert "_del_library" not in one["finalizers"] or os.environ[METHOD_VARIABLE] == "spawn"
     assert type(one["weights"]) is Weights
     assert one["weights"].t[0] == 2
     # Gloo listens, on loopback only.

@@ -124,7 +124,8 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("each", [1, 2, 4])
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize("each", [4, 2, 1])
 def test_runs_that_look_for_usable_gpus_at_once_get_different_ones(each: int, tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": ROOT, "TRAINLOOP_LEASE_DIR": str(tmp_path)}
     runs = [
@@ -143,7 +144,8 @@ def test_runs_that_look_for_usable_gpus_at_once_get_different_ones(each: int, tm
     assert sorted(found) == list(range(8))
 
 
-@pytest.mark.parametrize("end", ["release", "raise", "_exit", "memory", signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.long(every=3)
+@pytest.mark.parametrize("end", ["release", "raise", "_exit", signal.SIGKILL, "memory", signal.SIGTERM, signal.SIGINT])
 def test_a_lease_ends_with_its_owner_however_that_ends(end: str | int, start: Callable[..., Run]) -> None:
     run = start(gpu=[8, GPUS])
     assert run.answer() == {"gpu": GPUS}

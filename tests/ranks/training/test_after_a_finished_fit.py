@@ -86,8 +86,9 @@ def two_fits(mode: str, seed: int | None, order: str, folder: Path) -> Any:
     return [*found, (model.layer.weight.tolist(), counts.count, tl.history.to_dict())]
 
 
-@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.long(every=5)
 @pytest.mark.parametrize("order", ["shuffled", "with a generator", "drawn"])
+@pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("mode", ["single", "dp", pytest.param("ddp", marks=pytest.mark.long)])
 def test_another_fit_continues_as_after_the_training(tmp_path: Path, mode: str, order: str, seed: int | None) -> None:
     straight = two_fits(mode, seed, order, tmp_path)

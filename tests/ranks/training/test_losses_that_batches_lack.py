@@ -114,6 +114,7 @@ def _trained(model: Tasks, data: TensorDataset, size: int, accumulation: int, **
     return list(model.parameters())
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_one_process_equals_the_hand_written_loop(kind: str, accumulation: int) -> None:
@@ -135,6 +136,7 @@ def test_ranks_equal_the_hand_written_loop(kind: str, mode: Any, ranks: int, acc
     torch.testing.assert_close(trained, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulation, length", [(1, 46), (3, 45)])
 def test_replicas_equal_the_hand_written_loop(kind: str, accumulation: int, length: int) -> None:
@@ -191,6 +193,7 @@ class IgnoresTargets(Tasks):
         return functional.cross_entropy(out, y) if (y != -100).any() else 0 * out.sum()
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize(
     "mode, devices, accumulation",
     [

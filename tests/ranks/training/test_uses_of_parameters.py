@@ -124,11 +124,18 @@ USES = [
     "backward in evaluation",
 ]
 LONG = {*USES} - NAMES.keys()
+QUICK = {*((use, "dp") for use in USES), ("functional_call", "fsdp"), ("no forward", "fsdp")}
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match")
-@pytest.mark.parametrize("mode", ["dp", "fsdp", pytest.param("ddp", marks=pytest.mark.long)])
-@pytest.mark.parametrize("use", [pytest.param(use, marks=pytest.mark.long) if use in LONG else use for use in USES])
+@pytest.mark.parametrize(
+    "use, mode",
+    [
+        pytest.param(use, mode, marks=pytest.mark.long if use in LONG or (use, mode) not in QUICK else ())
+        for mode in ("dp", "fsdp", "ddp")
+        for use in USES
+    ],
+)
 def test_equal_numbers_or_an_error(use: str, mode: str) -> None:
     if use.startswith("own backward"):
         with pytest.raises((ConfigurationError, WorkerFailedError), match=OWN_BACKWARD):

@@ -134,10 +134,11 @@ class GoTo(AbstractCallback):
         os.chdir(self.folder)
 
 
+@pytest.mark.long
 def test_relative_paths_are_those_of_the_folder_in_which_a_callback_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_leave: Any
 ) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib.font_manager")  # which lists the fonts in HOME, and would do it again in another
     may_leave(".ttf")  # matplotlib keeps fonts open
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -201,6 +201,7 @@ def test_matplotlib_is_missed_before_training(monkeypatch: pytest.MonkeyPatch) -
     assert loop.global_step == 0
 
 
+@pytest.mark.long
 def test_metrics_of_torchmetrics() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     loop = make_loop()

@@ -198,6 +198,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_replay_raises_the_same_exception(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]

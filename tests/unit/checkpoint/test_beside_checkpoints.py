@@ -565,6 +565,7 @@ def test_what_the_first_step_creates_once_and_what_libraries_keep_is_not_named(t
     fit(resume_from=path_of(tmp_path, step))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("error")
 def test_metrics_of_the_user_are_not_named(tmp_path: Path) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")

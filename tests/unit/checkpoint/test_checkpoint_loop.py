@@ -249,6 +249,7 @@ def state_of(loop: TrainLoop) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long(every=3)
 @pytest.mark.parametrize("seed", [3, None], ids=["seeded", "unseeded"])
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("steps", [1, 8], ids=["in the first epoch", "in the second"])
@@ -687,6 +688,7 @@ class Signalled(AbstractCallback):
         return {}
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize(
     "signum, code",
     [(signal.SIGTERM, 143), (signal.SIGUSR1, 138), (signal.SIGUSR2, 140)],

@@ -79,6 +79,7 @@ def test_an_upload_that_breaks_off_leaves_the_file_before_it(bucket: str) -> Non
     assert where.read_text("a.txt") == "first"
 
 
+@pytest.mark.long
 def test_the_callback_keeps_resumes_and_passes_over_damage(bucket: str) -> None:
     where = f"{bucket}/run"
     assert ModelCheckpoint(where).last_state() is None

@@ -51,7 +51,8 @@ def whole_pass(ranks: list[EvalFeed]) -> list[tuple[int, Any, int]]:
         for kind in KINDS
         for world_size in (2, 3)
         # Each with workers is in test_rows_come_in_dataset_order.
-        for marks in [[pytest.mark.slow] if kind in WORKER_KINDS and EVALUATED.get(kind.name) != world_size else []]
+        for mark in [pytest.mark.long if EVALUATED.get(kind.name) == world_size else pytest.mark.slow]
+        for marks in [[mark] if kind in WORKER_KINDS and (kind.name, world_size) != ("workers", 2) else []]
     ],
 )
 def test_ranks_get_the_batches_of_one_process(kind: Kind, world_size: int) -> None:

@@ -97,7 +97,7 @@ def test_seeded_loading_leaves_global_random_state_alone(kind: Kind) -> None:
     feed.close()
 
 
-@pytest.mark.parametrize("workers", [0, 2], ids=["no workers", "2 workers"])
+@pytest.mark.long(but=5)
 @pytest.mark.parametrize(
     "make",
     [
@@ -107,6 +107,7 @@ def test_seeded_loading_leaves_global_random_state_alone(kind: Kind) -> None:
         pytest.param(lambda **kw: DataLoader(Stream(noisy=True), 4, **kw), id="stream"),
     ],
 )
+@pytest.mark.parametrize("workers", [0, 2], ids=["no workers", "2 workers"])
 def test_an_epoch_entered_in_its_middle_has_the_same_bits(make: Callable[..., Any], workers: int) -> None:
     def loader() -> Any:
         return make(num_workers=workers, persistent_workers=workers > 0)

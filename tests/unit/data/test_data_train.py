@@ -57,8 +57,9 @@ from trainloop.errors import ConfigurationError
         for grad_accumulation in (1, 3)
     ]
     + [
-        pytest.param(kind, 2, 1, id=kind.name, marks=[pytest.mark.slow] if kind.name in EVALUATED else [])
+        pytest.param(kind, 2, 1, id=kind.name, marks=[pytest.mark.slow] if kind.name in EVALUATED else marks)
         for kind in WORKER_KINDS
+        for marks in [[] if kind.name == "workers persistent" else [pytest.mark.long]]
     ],
 )
 def test_ranks_share_the_global_batches_of_one_process(kind: Kind, world_size: int, grad_accumulation: int) -> None:

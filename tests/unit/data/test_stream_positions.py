@@ -131,7 +131,10 @@ PLACES_OF_WORKERS = {
 }
 STOPS = [
     *((kind, PLACES) for kind in KINDS if kind not in PLACES_OF_WORKERS),
-    *((kind, places[:1]) for kind, places in PLACES_OF_WORKERS.items()),
+    *(
+        pytest.param(kind, places[:1], marks=[] if kind == "workers" else pytest.mark.long)
+        for kind, places in PLACES_OF_WORKERS.items()
+    ),
     *(pytest.param(kind, places[1:], marks=pytest.mark.slow) for kind, places in PLACES_OF_WORKERS.items()),
 ]
 

@@ -95,8 +95,8 @@ def test_random_numbers_drawn_in_a_hook_do_not_show() -> None:
 
 OWN_ORDER: dict[str, Any] = {
     "loader": lambda data, g: DataLoader(data, 16, shuffle=True, generator=g),
-    "sampler": lambda data, g: DataLoader(data, 16, sampler=RandomSampler(data, True, 60, generator=g)),
-    "weights": lambda data, g: DataLoader(data, 16, sampler=WeightedRandomSampler([1.0] * 101, 60, generator=g)),
+    "sampler": lambda data, g: DataLoader(data, 16, sampler=RandomSampler(data, True, 40, generator=g)),
+    "weights": lambda data, g: DataLoader(data, 16, sampler=WeightedRandomSampler([1.0] * len(data), 40, generator=g)),
 }
 
 
@@ -114,9 +114,9 @@ def test_evaluations_of_a_loader_with_a_generator_do_not_change_the_training(kin
     for callbacks in ([], [Evaluates()]):
         tl = make_loop(gpu_mode=mode, devices=1 if mode == "single" else 2)
         generator = torch.Generator().manual_seed(4)
-        tl.train_loader = OWN_ORDER[kind](make_data(), generator)
-        tl.validation_loader = DataLoader(make_data(33, seed=5), 16, shuffle=True, generator=generator)
-        weights.append(tl.fit(num_epochs=3, callbacks=callbacks).fc.weight)
+        tl.train_loader = OWN_ORDER[kind](make_data(41), generator)
+        tl.validation_loader = DataLoader(make_data(17, seed=5), 16, shuffle=True, generator=generator)
+        weights.append(tl.fit(num_epochs=2, callbacks=callbacks).fc.weight)
     assert torch.equal(*weights)
 
 

@@ -119,6 +119,7 @@ def expected(metric: Metric, entries: list[Entry]) -> tuple[dict[int, float], di
     return tuple({key: reduced(metric.reduce, of[key]) for key in sorted(of)} for of in (epochs, steps))  # type: ignore[return-value]
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize("seed", range(8))
 def test_the_history_has_what_was_logged(seed: int, tmp_path: Path) -> None:
     draws = random.Random(seed)

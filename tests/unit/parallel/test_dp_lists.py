@@ -198,7 +198,7 @@ def trained(kind: Kind, replicas: int, batch_size: int, accumulation: int = 1, y
 NOT_DIVIDED = "ignore:gpu_mode='dp'. a batch of . samples was not divided:UserWarning"
 
 
-@pytest.mark.long(but=5)
+@pytest.mark.long(but=3)
 @pytest.mark.filterwarnings(NOT_DIVIDED)
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("name", KINDS)

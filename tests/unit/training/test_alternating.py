@@ -89,8 +89,9 @@ def test_dcgan_of_pytorchs_examples() -> None:
     assert len(tl.predict_on_train_set()[0]) == 40
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize("mode", ["single", "dp", "accumulated", "weighted", "amp"])
+@pytest.mark.parametrize("max_norm", [None, 0.05])
 def test_several_steps_of_one(mode: str, max_norm: float | None) -> None:
     torch.manual_seed(0)
     dtype = torch.float32 if mode == "amp" else torch.float64

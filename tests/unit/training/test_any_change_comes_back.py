@@ -173,6 +173,7 @@ def changed(seed: int, through: Callable[[TrainLoop, Callable[[Any], None]], Non
     return described({**roots, "mine": getattr(loop, "mine", None)}, _OF_LOOPS)
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize("seed", range(40))
 def test_any_change_comes_back(seed: int) -> None:
     assert changed(seed, through_a_rank) == changed(seed, lambda loop, work: work(loop)), draw(seed)

@@ -27,6 +27,7 @@ def test_micro_batches_step_as_one_batch(case: str) -> None:
     torch.testing.assert_close(trained(case, "single", batch_size=3, accumulation=4), whole, rtol=0, atol=1e-9)
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_replicas_step_as_one_process(case: str, accumulation: int) -> None:
@@ -328,7 +329,7 @@ def test_a_compiled_model_that_returns_its_loss_is_evaluated_like_one_batch() ->
     assert loss == pytest.approx(net(x, y)[1].item(), rel=1e-12)
 
 
-@pytest.mark.long(but=1)
+@pytest.mark.long
 @pytest.mark.skipif(torch.__version__ < TorchVersion("2.13"), reason="its compiler can't attach a divisor")
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_loss_that_compiled_code_computes_weighs_micro_batches(in_place: bool) -> None:

@@ -61,6 +61,7 @@ def state_of(tl: TrainLoop) -> Any:
     return weights, rates, tl.model.seen, tl.history.to_dict(), tl.epoch, tl.global_step, tl.total_iteration_idx
 
 
+@pytest.mark.long(every=3)
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("mode", ["single", "dp"])
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -69,6 +69,7 @@ def trained(choice: Any, **arguments: Any) -> TrainLoop[Net]:
     return loop
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize(
     "mode", [{}, {"gpu_mode": "dp", "devices": 2}, {"use_amp": "bf16"}], ids=["single", "dp", "amp"]
 )

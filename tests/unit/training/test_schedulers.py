@@ -863,15 +863,15 @@ def test_a_schedule_whose_optimizer_was_replaced_is_an_error() -> None:
         lambda: warmup.CosineWithWarmupScheduler(2),
     ],
 )
-@pytest.mark.parametrize("step", [8, 14, 20])
-def test_a_run_with_another_optimizer_resumes_its_schedule(step: int, make: Any, tmp_path: Path) -> None:
+def test_a_run_with_another_optimizer_resumes_its_schedule(make: Any, tmp_path: Path) -> None:
     def fit(replace: Replace, resume: Path | None = None) -> Any:
         loop = make_loop(seed=0)
-        saves = ModelCheckpoint(tmp_path / str(resume is None), every_n_epochs=None, every_n_steps=1, keep=None)
+        saves = ModelCheckpoint(tmp_path / (resume.stem if resume else "whole"), every_n_steps=2, keep=None)
         loop.fit(3, callbacks=[make(), replace, saves], resume_from=resume)
         return loop.model.state_dict()
 
     expected = fit(Replace("on_batch_end", 7))
-    (saved,) = (tmp_path / "True").glob(f"*step=*{step:02}.pt")
-    resumed = fit(Replace("on_train_begin"), saved)
-    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+    for step in (8, 14, 20):
+        (saved,) = (tmp_path / "whole").glob(f"*step=*{step:02}.pt")
+        resumed = fit(Replace("on_train_begin"), saved)
+        assert all(torch.equal(resumed[name], expected[name]) for name in expected), step

@@ -79,6 +79,7 @@ def loss_by_hand(model: VAE, x: Tensor) -> Tensor:
     return F.binary_cross_entropy(drawn, x, reduction="sum") - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
 
 
+@pytest.mark.long(every=2)
 @pytest.mark.parametrize(("kind", "criterion"), KINDS, ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize("mode", ["single", "accumulated", "dp"])
 def test_equals_the_loop_by_hand(kind: Any, criterion: Any, mode: str) -> None:

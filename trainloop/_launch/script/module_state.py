@@ -249,6 +249,8 @@ class _Limit(io.RawIOBase):
 
     def __init__(self, left: int) -> None:
         self.left = left
+        self.importable: dict[str, bool] = {}
+        """Whether new processes find a module, which the values share: it is looked up in the file system."""
         self._parts: list[bytes] = []
 
     def write(self, data: Any) -> int:
@@ -270,6 +272,15 @@ class _TooLargeError(Exception):
 
 class _ObjectPickler(Pickler):
     keeps_shared = False
+
+    def __init__(self, limit: _Limit) -> None:
+        super().__init__(limit)
+        self._importable = limit.importable
+
+    def is_importable(self, module: types.ModuleType) -> bool:
+        if module.__name__ not in self._importable:
+            self._importable[module.__name__] = super().is_importable(module)
+        return self._importable[module.__name__]
 
 
 def _sent_object(value: Any, limit: _Limit) -> _Sent:
