@@ -24,13 +24,12 @@ from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
 from trainloop.optim import MultiLoss
 from trainloop.optim.parameters import note_registrations, own_parameters
+from trainloop.parallel.containers import with_multi_losses, with_plain_dicts
 from trainloop.parallel.transparent import (
     SharedName,
     Transparent,
     check_not_lazy,
     check_sendable,
-    with_multi_losses,
-    with_plain_dicts,
 )
 
 

@@ -21,6 +21,7 @@ from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
 from trainloop.optim.parameters import own_parameters
+from trainloop.parallel.containers import with_dicts_of, with_multi_losses, with_plain_dicts, without_dict_classes
 from trainloop.parallel.sharded.misuse import (
     WatchedForwards,
     explain_sharded,
@@ -45,10 +46,6 @@ from trainloop.parallel.transparent import (
     attributes_of,
     check_not_lazy,
     check_sendable,
-    with_dicts_of,
-    with_multi_losses,
-    with_plain_dicts,
-    without_dict_classes,
 )
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from trainloop.parallel import (
     TTFullyShardedDataParallel,
     reduce_gradients,
 )
-from trainloop.parallel.transparent import with_dicts_of, without_dict_classes
+from trainloop.parallel.containers import with_dicts_of, without_dict_classes
 
 # -- attributes of both wrappers ---------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Average the weights (EMA, SWA), and recompute BatchNorm's statistics for the average."""
+"""Average the weights (EMA, SWA), also over several fits, and recompute BatchNorm's statistics for the average."""
 
 from __future__ import annotations
 

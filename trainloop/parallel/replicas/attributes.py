@@ -1,4 +1,4 @@
-"""Keep what the replicas of a model have set or counted alike; detect what they have changed, each for its own part."""
+"""Keep what the replicas of a model have set or counted alike; compare bits to detect what each has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find what a training changes beside its checkpoints: attributes of modules, callbacks, optimizers and datasets."""
+"""Find what a training changes beside its checkpoints: values in modules, callbacks, optimizers and datasets."""
 
 from __future__ import annotations
 
