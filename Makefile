@@ -92,7 +92,7 @@ test-long: $(VENV)/test.stamp
 # In CI, so that no slow test stays broken for long.
 PART ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 test-slow-part: $(VENV)/test.stamp
-	$(PYTEST) -m "slow and not hosts and not ecosystem" --part $(PART)/120 -o faulthandler_timeout=600 \
+	$(PYTEST) -m "slow and not hosts and not ecosystem" --part $(PART)/240 -o faulthandler_timeout=600 \
 		tests/unit tests/ranks tests/faults $(ARGS)
 
 test-unit: $(VENV)/test.stamp
