@@ -232,7 +232,7 @@ def starts_processes() -> None:
 @pytest.fixture(autouse=True)
 def _unit_tests_start_no_interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
     """Workers that a loader forks are cheap; a start of Python is not."""
-    if request.path.parent.name != "unit" or "starts_processes" in request.fixturenames:
+    if Path(__file__).parent / "unit" not in request.path.parents or "starts_processes" in request.fixturenames:
         yield
         return
 

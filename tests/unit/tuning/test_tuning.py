@@ -562,6 +562,7 @@ def test_a_predictor_survives_the_disk(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["bag"]
 
 
+@pytest.mark.usefixtures("starts_processes")
 def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pandas")
     from trainloop.tabular import TabularPredictor
