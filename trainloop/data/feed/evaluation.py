@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from trainloop._support.rng import derive_seed
 from trainloop.data.batch.batches import on_device
@@ -15,7 +15,7 @@ from trainloop.data.loader import loaders
 from trainloop.data.loader.contents import contents_of
 from trainloop.data.loader.loader_copies import WorkersDataset, end_workers
 from trainloop.data.order.columns import SplitBatches
-from trainloop.data.order.orders import length_of
+from trainloop.data.order.orders import cuts_torchs_order, length_of
 from trainloop.data.source.indexed import Indexed, eval_shard, presharded_shard
 from trainloop.data.source.sources import Columns, Opaque, Source
 from trainloop.data.source.tensors import TensorRows
@@ -114,9 +114,7 @@ class EvalFeed:
         if type(loader) in (list, tuple):
             return len(loader) == 1
         batches = loader.batch_sampler if type(loader) is DataLoader else None
-        if type(batches) is not BatchSampler or type(batches.sampler) not in (SequentialSampler, RandomSampler):
-            return False
-        return len(batches) == 1
+        return cuts_torchs_order(batches) and len(batches) == 1
 
     def close(self) -> None:
         """End persistent workers of this rank's copy of the loader; the feed can't be read afterwards."""

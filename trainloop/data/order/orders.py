@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -87,6 +87,11 @@ def rest_of(iterator: Iterator[T]) -> Iterator[T]:
         except StopIteration:
             return
         yield item
+
+
+def cuts_torchs_order(batches: Any) -> TypeGuard[BatchSampler]:
+    """Return True for torch's own batch sampler over its sequential or random sampler: lengths and draws are known."""
+    return type(batches) is BatchSampler and type(batches.sampler) in (SequentialSampler, RandomSampler)
 
 
 def batches_of(sampler: Iterable[T]) -> Iterator[T]:

@@ -15,11 +15,8 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     MapDataPipe,
-    RandomSampler,
-    SequentialSampler,
     Subset,
     TensorDataset,
 )
@@ -36,7 +33,7 @@ from trainloop.data.batch.stops import slipped_out
 from trainloop.data.loader import libraries, loaders
 from trainloop.data.loader.loader_copies import copy_loader
 from trainloop.data.order.columns import SplitBatches
-from trainloop.data.order.orders import batches_of, digest_of, length_of, rest_of
+from trainloop.data.order.orders import batches_of, cuts_torchs_order, digest_of, length_of, rest_of
 from trainloop.data.order.samplers import RankSizes
 from trainloop.data.source.tensors import TensorRows, draw_base_seed, loader_batches, loads_batches_here
 from trainloop.data.stream.positions import InProcess, Position, StreamPlaces
@@ -326,10 +323,7 @@ class Tensors(Source):
         while type(dataset) is Subset:
             dataset = dataset.dataset
         return (
-            type(batches) is BatchSampler
-            and type(batches.sampler) in (SequentialSampler, RandomSampler)
-            and type(dataset) is TensorDataset
-            and self.loader.collate_fn is default_collate
+            cuts_torchs_order(batches) and type(dataset) is TensorDataset and self.loader.collate_fn is default_collate
         )
 
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
