@@ -226,28 +226,33 @@ def each_start_method(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def starts_processes() -> None:
-    """Asked for by the few tests of ``tests/unit`` that start an interpreter or ranks, and share much with others."""
+    """Asked for by tests of ``tests/unit`` that start an interpreter or ranks and are neither long nor slow."""
+
+
+REMEDY = "Move it to tests/ranks, or mark it long."
 
 
 @pytest.fixture(autouse=True)
 def _unit_tests_start_no_interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Workers that a loader forks are cheap; a start of Python is not."""
-    if Path(__file__).parent / "unit" not in request.path.parents or "starts_processes" in request.fixturenames:
+    """Workers that a loader forks are cheap; a start of Python is not. Long and slow tests may: they run seldom."""
+    elsewhere = Path(__file__).parent / "unit" not in request.path.parents
+    marked = any(request.node.get_closest_marker(mark) for mark in ("long", "slow"))
+    if elsewhere or marked or "starts_processes" in request.fixturenames:
         yield
         return
 
     def opens(self: Any, command: Any, *args: Any, **kwargs: Any) -> None:
         if "python" in str(command):  # and not what libraries ask of the machine (lscpu)
-            pytest.fail(f"tests/unit starts no Python, and this test does: {command!r:.200}. Move it to tests/ranks.")
+            pytest.fail(f"tests/unit starts no Python, and this test does: {command!r:.200}. {REMEDY}")
         popen(self, command, *args, **kwargs)
 
     def spawns(path: bytes, command: list[Any], fds: Any) -> int:
         if "--multiprocessing-fork" in command:
-            pytest.fail("tests/unit starts no ranks, and this test does. Move it to tests/ranks.")
+            pytest.fail(f"tests/unit starts no ranks, and this test does. {REMEDY}")
         return spawn(path, command, fds)
 
     def served(popen: Any, process: Any) -> None:
-        pytest.fail("tests/unit starts no ranks, and this test does. Move it to tests/ranks.")
+        pytest.fail(f"tests/unit starts no ranks, and this test does. {REMEDY}")
 
     popen, spawn = subprocess.Popen.__init__, multiprocessing.util.spawnv_passfds
     with pytest.MonkeyPatch.context() as patch:

@@ -75,7 +75,6 @@ def test_one_cpu_means_one_thread_and_no_workers() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 @needs_two
 @pytest.mark.parametrize("mode", ["ddp", FSDP])
 def test_ranks_divide_the_quota(mode: str) -> None:

@@ -57,7 +57,6 @@ def loop_of(model: nn.Module, **arguments: Any) -> TrainLoop:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 def test_a_sound_loop_passes_and_stays_as_it_was() -> None:
     torch.manual_seed(0)
     loop = loop_of(Net(), gpu_mode="ddp", devices=2)
@@ -72,7 +71,6 @@ def test_a_sound_loop_passes_and_stays_as_it_was() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 def test_generators_of_the_loader_stay_as_they_were_and_give_both_modes_one_order() -> None:
     model = Net()
     loop = loop_of(model)
@@ -109,7 +107,6 @@ def test_what_it_finds() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 def test_an_unused_parameter_is_one_line_and_the_others_are_compared() -> None:
     report = loop_of(Unused(), seed=3).preflight()
     assert [finding.check for finding in report.findings if not finding.ok] == ["gradients"]
@@ -125,7 +122,6 @@ class FailsInRanks(Net):
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 def test_a_rank_that_fails_is_one_line_with_its_traceback_beside_it() -> None:
     report = loop_of(FailsInRanks(), seed=3).preflight()
     found = report.findings[-1]
@@ -136,7 +132,6 @@ def test_a_rank_that_fails_is_one_line_with_its_traceback_beside_it() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 def test_a_transformer_with_dropout_and_adam_passes() -> None:
     class Words(Net):
         """Its attention has a bias whose gradient is only rounding."""
@@ -158,7 +153,6 @@ def test_a_transformer_with_dropout_and_adam_passes() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 def test_it_finds_a_loss_that_depends_on_the_mode() -> None:
     report = loop_of(ByRank(), seed=3).preflight()
     assert [finding.check for finding in report.findings if not finding.ok] == ["single equals ddp on 2 CPU ranks"]
@@ -235,7 +229,6 @@ class NoNorm(Net):
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 @pytest.mark.parametrize("n, drop_last", [(33, False), (48, False), (66, False), (48, True)])
 def test_a_short_last_global_batch_is_no_false_alarm(n: int, drop_last: bool) -> None:
     report = loop_over(n, drop_last=drop_last).preflight()

@@ -331,7 +331,6 @@ class Watching(AbstractCallback):
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 def test_ranks_log_what_they_like() -> None:
     """One run with two ranks, and all that section 7 of the contract says of it."""
     watching = Watching()

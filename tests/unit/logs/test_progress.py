@@ -269,7 +269,6 @@ def streams_are(stdout: int, stderr: int) -> Iterator[None]:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 @pytest.mark.filterwarnings("ignore:Implicitly cleaning up <Temp:ResourceWarning")  # by PyTorch 2.6, as a rank ends
 def test_of_two_ranks_one_shows_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

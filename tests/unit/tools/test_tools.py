@@ -236,7 +236,6 @@ def test_an_error_with_other_causes_at_every_size_is_raised(monkeypatch: pytest.
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 def test_find_batch_size_takes_several_optimizers_and_a_batch_larger_than_the_data() -> None:
     class TwoParts(Deep):
         def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> MultiLoss:

@@ -414,7 +414,6 @@ class Remembers(AbstractCallback):
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 def test_ddp_brings_everything_back_into_the_callers_objects() -> None:
     torch.manual_seed(0)
     model = Attributes()
@@ -462,7 +461,6 @@ class StopsOnOneRank(AbstractCallback):
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 def test_early_stop_on_one_rank_stops_all_at_one_step() -> None:
     loop = make("ddp", 2, dataset=data(400))
     loop.fit(num_epochs=3, callbacks=[StopsOnOneRank(at_end=False)])
@@ -474,7 +472,6 @@ def test_early_stop_on_one_rank_stops_all_at_one_step() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 def test_ddp_with_several_optimizers_equals_one_process() -> None:
     model, optimizer = two_parts()
     loop = make("ddp", 2, model=model, optimizer=optimizer, dataset=data(100), batch_size=5)
@@ -484,7 +481,6 @@ def test_ddp_with_several_optimizers_equals_one_process() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 def test_ddp_weighs_ranks_and_short_shares_by_tokens() -> None:
     weights = []
     for mode, devices, batch_size in (("single", "auto", 24), ("ddp", 3, 8)):
@@ -505,7 +501,6 @@ class Fails(Net):
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 def test_a_failing_rank_is_named_with_its_traceback() -> None:
     with pytest.raises(WorkerFailedError) as caught:
         make("ddp", 2, model=Fails()).fit(num_epochs=1)
@@ -516,7 +511,6 @@ def test_a_failing_rank_is_named_with_its_traceback() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 def test_data_can_be_made_in_the_ranks() -> None:
     class Load(AbstractCallback):
         def on_multiprocess_start(self) -> None:
@@ -537,7 +531,6 @@ class Normed(TTBasicModel):
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("starts_processes")
 def test_synchronised_batchnorm_equals_one_process_where_a_rank_has_no_samples() -> None:
     models = []
     for mode, devices, batch_size in (("single", "auto", 30), ("ddp", 3, 10), ("fsdp", 3, 10)):

@@ -214,7 +214,7 @@ def test_a_hook_may_clear_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_with_inductor_too(starts_processes: None) -> None:
+def test_with_inductor_too() -> None:
     loop = make_loop(optimizer_of=adam, gradient_clip_norm=0.5)
     with warnings_are_errors():
         loop.fit(num_epochs=2, callbacks=[Doubles("doubles")])
