@@ -23,7 +23,8 @@ from trainloop.distributed.tensors import buckets
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
 from trainloop.optim import MultiLoss
-from trainloop.optim.parameters import note_registrations, own_parameters
+from trainloop.optim.parameters import own_parameters
+from trainloop.parallel.added import AddedParameters
 from trainloop.parallel.containers import with_multi_losses, with_plain_dicts
 from trainloop.parallel.transparent import (
     SharedName,
@@ -31,6 +32,8 @@ from trainloop.parallel.transparent import (
     check_not_lazy,
     check_sendable,
 )
+
+_NOT_COPIED = frozenset(("_tt_hooked", "_tt_added"))  # what a copy makes again
 
 
 class TTDistributedDataParallel(Transparent, DistributedDataParallel):
@@ -112,18 +115,17 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         self._tt_exchanges = True
         self._tt_marked = False
         self._tt_static_passes = 0
-        self._tt_registered = False
         self._settle_buckets()
         self._become_transparent()
-        _note_registrations(self)
+        self._tt_added = AddedParameters()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_tt_hooked"}
+        return {name: value for name, value in super().__getstate__().items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._settle_buckets()
-        _note_registrations(self)
+        self._tt_added = AddedParameters()
 
     def _ddp_init_helper(
         self, parameters: list[Tensor], sparse: list[bool], names: dict[int, str], static_graph: bool
@@ -234,8 +236,10 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
                 "requires gradients now, which would not be averaged over ranks. Unfreeze it before wrapping, or wrap "
                 "the model again."
             )
-        if self._tt_registered and torch.is_grad_enabled():
-            self._refuse_added()
+        if self._tt_added and torch.is_grad_enabled():
+            known = {id(p) for p, _ in self._tt_reduced} | set(map(id, self._tt_frozen))
+            ignored = self.parameters_to_ignore
+            self._tt_frozen += self._tt_added.refuse(self.module, "TTDistributedDataParallel", known, ignored)
         # torch rebuilds each container of a batch, which fails with a defaultdict and other subclasses of dict. The
         # loop's batches are on the GPU already, so that torch needn't see them.
         hides = bool(self.device_ids) and self.mixed_precision is None and self._are_here((inputs, kwargs))
@@ -248,21 +252,6 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             return super()._pre_forward(*inputs, **kwargs)
         except RuntimeError as e:
             raise _explained(e, self) from e
-
-    def _refuse_added(self) -> None:
-        """Raise an error if the model has parameters now that it did not have when it was wrapped."""
-        known = {id(p) for p, _ in self._tt_reduced} | set(map(id, self._tt_frozen))
-        ignored = set(self.parameters_to_ignore)
-        added = {name: p for name, p in self.module.named_parameters() if id(p) not in known and name not in ignored}
-        names = [name for name, p in added.items() if p.requires_grad]
-        if names:
-            raise ConfigurationError(
-                f"{', '.join(names[:5])}: added to the model after TTDistributedDataParallel wrapped it, so their "
-                "gradients would not be averaged over ranks. Add or replace parameters before wrapping, or wrap the "
-                "model again."
-            )
-        self._tt_frozen += added.values()
-        self._tt_registered = False
 
     def _post_forward(self, output: Any) -> Any:
         if not self.static_graph:
@@ -576,14 +565,3 @@ def _gathered(tensor: Tensor, world_size: int, group: dist.ProcessGroup | None) 
     everyone = [torch.empty_like(tensor) for _ in range(world_size)]
     dist.all_gather(everyone, tensor.contiguous(), group=group)
     return everyone
-
-
-def _note_registrations(wrapper: TTDistributedDataParallel) -> None:
-    """Let the wrapper's next forward look for added parameters, if any module of the process has registered some."""
-    itself = weakref.ref(wrapper)
-
-    def note(module: nn.Module, name: str, value: Any) -> None:
-        if (living := itself()) is not None:
-            living.__dict__["_tt_registered"] = True
-
-    weakref.finalize(wrapper, note_registrations(note).close).atexit = False

@@ -21,6 +21,7 @@ from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.model import yields_losses
 from trainloop.optim.parameters import own_parameters
+from trainloop.parallel.added import AddedParameters
 from trainloop.parallel.containers import with_dicts_of, with_multi_losses, with_plain_dicts, without_dict_classes
 from trainloop.parallel.sharded.misuse import (
     WatchedForwards,
@@ -279,6 +280,9 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             self._prepare_units()
         self._tt_references = References(module, before)
         self._tt_references.begin()
+        self._tt_whole = set(map(id, whole))
+        self._tt_frozen: list[nn.Parameter] = []
+        self._tt_added = AddedParameters()
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -295,6 +299,9 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             for hook in self._tt_until_begun:
                 hook.remove()
             self._tt_until_begun = []
+        averages = self._tt_complete is None and self._tt_mesh.size() > 1
+        if averages and (self._tt_added or self._tt_frozen):
+            self._refuse_added()
         # A backward within forward (adversarial inputs, a gradient penalty) would free parameters that it still needs.
         for group in self._tt_groups:
             group.reshard_after_backward = False
@@ -317,6 +324,17 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             self.reshard_units()
             drop_gathered_gradients(self._tt_groups)  # of a backward that an evaluation has run itself
         return output
+
+    def _refuse_added(self) -> None:
+        """Raise an error if the model has got parameters whose gradients this wrapper would not average.
+
+        In evaluation too, where a unit's forward would put back its own parameter. (A loop averages gradients of added
+        parameters itself.)
+        """
+        own = [p for group in self._tt_groups for p in group.fsdp_params]
+        known = {id(p.sharded_param) for p in own} | {id(getattr(p, "_unsharded_param", None)) for p in own}
+        known |= self._tt_whole | {id(p) for p in self._tt_frozen if not p.requires_grad}
+        self._tt_frozen += self._tt_added.refuse(self.module, "TTFullyShardedDataParallel", known, ())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""

@@ -16,6 +16,7 @@ from kit.ranks import run_ranks
 from kit.sharded_models import CPU, Normed, Tower, TwoLosses, Weighted, Yielding, words
 from torch import Tensor, nn
 
+from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTFullyShardedDataParallel
 from trainloop.train_loop.run.fsdp_placement import sharded as sharded_while
 
@@ -255,3 +256,55 @@ def test_sharded_loop_equals_torch_and_one_process(world_size: int, tmp_path: Pa
         assert all(off.values()), off
     assert everyone[0]["Normed"] < 1e-12
     assert sum(facts["held"] for facts in everyone) == pytest.approx(1, abs=0.05)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a module": lambda tower: setattr(tower, "norm", nn.LayerNorm(5)),
+    "a module of a block": lambda tower: setattr(tower.blocks[0], "norm", nn.LayerNorm(5)),
+    "a parameter": lambda tower: setattr(tower.blocks[2].up, "bias", nn.Parameter(torch.zeros(8))),
+    "a scalar": lambda tower: setattr(tower, "temperature", nn.Parameter(torch.ones(()))),
+    "frozen": lambda tower: setattr(tower, "extra", nn.Parameter(torch.ones(2), requires_grad=False)),
+    "of another model": lambda tower: Tower(),
+}
+
+
+def changed_after_wrapping() -> dict[str, list[str]]:
+    """What the next two forwards say after a change; what was added frozen is unfrozen between them.
+
+    The forward before the change keeps the root unit gathered. The next one, an evaluation, would put back parameters.
+    """
+    facts = {}
+    for name, change in CHANGES.items():
+        tower = Tower()
+        wrapper = TTFullyShardedDataParallel(tower, shard=[type(tower.blocks[0])])
+        wrapper.get_loss(words(1), CRITERION, CPU)
+        change(tower)
+        said = []
+        for trains in (False, True):
+            try:
+                with torch.set_grad_enabled(trains):
+                    wrapper.get_loss(words(1), CRITERION, CPU)
+                said.append("runs")
+            except ConfigurationError as error:
+                said.append(str(error).partition(" wrapped it")[0])
+            if hasattr(tower, "extra"):
+                tower.extra.requires_grad_(True)
+        facts[name] = said
+    return facts
+
+
+def test_a_parameter_that_was_added_after_wrapping_is_refused(tmp_path: Path) -> None:
+    """FSDP would train it with each rank's own gradients, or put its own parameter back."""
+    added = "{}: added to the model after TTFullyShardedDataParallel"
+    expected = {
+        "a module": "norm.weight, norm.bias",
+        "a module of a block": "blocks.0.norm.weight, blocks.0.norm.bias",
+        "a parameter": "blocks.2.up.bias",
+        "a scalar": "temperature",
+    }
+    for facts in run_ranks(changed_after_wrapping, 2, folder=tmp_path):
+        assert facts == {
+            **{name: [added.format(names)] * 2 for name, names in expected.items()},
+            "frozen": ["runs", added.format("extra")],
+            "of another model": ["runs", "runs"],
+        }
