@@ -120,7 +120,10 @@ class _Series:
 
     def new_steps(self, unfinished: int, again: int) -> tuple[Options, Any, Any, Any]:
         """Return the values of steps but the ``unfinished`` one; keep this step's, and those to return ``again``."""
-        columns = [np.array(self.steps, np.int64), np.array(self.values), np.array(self.weights)]
+        columns = np.array(self.steps, np.int64), np.array(self.values), np.array(self.weights)
+        if not unfinished and not again:
+            self.steps, self.values, self.weights = array("q"), array("d"), array("d")
+            return (self.options, *columns)
         kept = columns[0] == (unfinished or again)
         self.steps, self.values, self.weights = (
             array(code, column[kept].tolist()) for code, column in zip("qdd", columns, strict=True)

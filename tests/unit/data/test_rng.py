@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainloop._support import rng
+from trainloop.errors import CheckpointError
 
 
 def draw() -> list[float]:
@@ -26,7 +27,19 @@ def own_randomness() -> Any:
     rng.restore(before)
 
 
-def test_a_seed_fixes_all_generators() -> None:
+KINDS = [np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
+def of_each_kind(request: pytest.FixtureRequest) -> Any:
+    """numpy's global generator, which a program may replace."""
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(request.param(1))
+    yield request.param
+    np.random.set_bit_generator(before)
+
+
+def test_a_seed_fixes_all_generators(of_each_kind: Any) -> None:
     for seed in (0, 2**63 - 1):
         rng.seed_all(seed)
         first = draw()
@@ -35,7 +48,7 @@ def test_a_seed_fixes_all_generators() -> None:
         assert draw() == first
 
 
-def test_restored_generators_go_on_exactly() -> None:
+def test_restored_generators_go_on_exactly(of_each_kind: Any) -> None:
     rng.seed_all(3)
     draw()  # an odd number of gaussians: each generator holds one back
     state = rng.capture()
@@ -45,7 +58,7 @@ def test_restored_generators_go_on_exactly() -> None:
     assert [draw() for _ in range(3)] == expected
 
 
-def test_state_is_plain_enough_for_a_checkpoint(tmp_path: Any) -> None:
+def test_state_is_plain_enough_for_a_checkpoint(of_each_kind: Any, tmp_path: Any) -> None:
     rng.seed_all(5)
     draw()
     torch.save(rng.capture(), tmp_path / "state.pt")
@@ -54,7 +67,25 @@ def test_state_is_plain_enough_for_a_checkpoint(tmp_path: Any) -> None:
     assert draw() == expected
 
 
-def test_isolated_leaves_no_trace() -> None:
+@pytest.mark.parametrize("now", KINDS)
+def test_a_restored_state_brings_its_kind_of_numpys_generator(of_each_kind: Any, now: Any) -> None:
+    """A script that resumes may not have set it."""
+    state = rng.capture()
+    expected = draw()
+    np.random.set_bit_generator(now(2))
+    rng.restore(state)
+    assert type(np.random.get_bit_generator()) is of_each_kind
+    assert draw() == expected
+
+
+def test_a_state_of_a_bit_generator_that_is_none_of_numpys_is_refused() -> None:
+    state = rng.capture()
+    state["numpy"] = {"bit_generator": "Xoshiro256", "state": {"s": 1}, "has_gauss": 0, "gauss": 0.0}
+    with pytest.raises(CheckpointError, match=r"Xoshiro256, which is not one of numpy's own.*set_bit_generator\(Xosh"):
+        rng.restore(state)
+
+
+def test_isolated_leaves_no_trace(of_each_kind: Any) -> None:
     rng.seed_all(6)
     expected = [draw(), draw()]
     rng.seed_all(6)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from trainloop._support.rng import seed_numpy
 from trainloop._support.user_line import warn_or_print
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ if hasattr(os, "register_at_fork"):
 def seed_cpu(seed: int) -> None:
     """Seed the generators that datasets use: Python's, numpy's and torch's on the CPU."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_numpy(seed)
     # Not torch.manual_seed, which seeds every GPU, too: the GPUs' generators are for the model.
     torch.default_generator.manual_seed(seed)
 

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 from trainloop._support.keywords import why_not
 from trainloop._support.nested import packed, unpacked
-from trainloop._support.rng import derive_seed
+from trainloop._support.rng import derive_seed, without_arrays
 from trainloop._support.sharding import IdentityOrder, Order, PermutedOrder
 from trainloop._support.user_line import warn
 from trainloop.data.batch.randomness import IsolatedRandomState
@@ -244,7 +244,7 @@ class _OfNumpy:
     own: np.random.Generator
 
     def get_state(self) -> Any:
-        return _without_arrays(self.own.bit_generator.state)
+        return without_arrays(self.own.bit_generator.state)
 
     def set_state(self, state: Any) -> None:
         self.own.bit_generator.state = state
@@ -255,7 +255,7 @@ class _OfOldNumpy:
     own: np.random.RandomState
 
     def get_state(self) -> Any:
-        return _without_arrays(self.own.get_state(legacy=False))
+        return without_arrays(self.own.get_state(legacy=False))
 
     def set_state(self, state: Any) -> None:
         self.own.set_state(state)
@@ -281,12 +281,6 @@ def has_state(thing: Any) -> bool:
     save, load = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
     # Mosaic's and litdata's methods require the number of samples yielded, which only their own loader knows.
     return callable(save) and callable(load) and not why_not(save)
-
-
-def _without_arrays(state: Any) -> Any:
-    if isinstance(state, np.ndarray):
-        return state.tolist()
-    return {key: _without_arrays(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
 # Most attributes of modules have these types. To ask whether they are generators would take several times as long.

@@ -405,17 +405,18 @@ class Run:
             own = generators_restored(loop.train_loader, model=loop.model, criterion=loop.criterion)
         layers = of_this_rank(loop.model) if loop.sync_batchnorm else nullcontext()
         passes, self._passes = self._passes, self._passes + 1
-        with ExitStack() as undo:
-            undo.callback(setattr, self, "_passes", passes)
-            for context in (buffers, self.listening(recorder), layers, evaluating(*modules), rng.isolated(), own):
-                undo.enter_context(context)
-            recorder.batch_size = 1  # a hook's logs are not logs of a batch
-            for hook in hooks.on_evaluation_begin:
-                hook(info)
-            if hooks.on_evaluation_begin:  # one may have assigned the criterion of the evaluation
-                now = trained_modules(loop.model, loop.criterion)
-                undo.enter_context(evaluating(*(module for module in now if module not in modules)))
-            yield recorder
+        recorder.batch_size = 1  # a hook's logs are not logs of a batch
+        try:
+            with buffers, self.listening(recorder), layers, evaluating(*modules), rng.isolated(), own:
+                for hook in hooks.on_evaluation_begin:
+                    hook(info)
+                # A hook may have assigned the criterion of the evaluation.
+                now = trained_modules(loop.model, loop.criterion) if hooks.on_evaluation_begin else modules
+                further = [module for module in now if module not in modules]
+                with evaluating(*further) if further else _NOTHING:
+                    yield recorder
+        finally:
+            self._passes = passes
 
     def _into_history(self, prefix: str, values: dict[str, float]) -> None:
         """Record the values of an evaluation, if it is part of training."""
