@@ -183,6 +183,35 @@ def test_an_added_group_comes_back_and_is_resumed(tmp_path: Path, mode: str) -> 
         other.fit(num_epochs=1, resume_from=saved)
 
 
+class OfDict(Net):
+    """Its loss is computed by a module in a dict of criteria."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        return super().get_loss(batch_data, criterion["centers"][0], device)
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint has state of callbacks", "ignore:.*are in no optimizer")
+def test_an_added_group_of_a_criterion_in_a_dict_is_resumed(tmp_path: Path) -> None:
+    def made() -> TrainLoop:
+        tl = make("single", ranks=1)
+        tl.criterion = {"centers": [tl.criterion], "other": len}
+        tl.optimizer = torch.optim.Adam(tl.model.parameters(), 0.01)
+        tl.model.__class__ = OfDict
+        return tl
+
+    def adds(loop: TrainLoop, now: str) -> None:
+        if now == "epoch 1":
+            loop.optimizer.add_param_group({"params": loop.criterion["centers"][0].parameters(), "lr": 0.1})
+
+    keeper = ModelCheckpoint(str(tmp_path), every_n_epochs=None, every_n_steps=1, keep=99)
+    whole, resumed = made(), made()
+    whole.fit(num_epochs=3, callbacks=[Acts(adds), keeper])
+    resumed.fit(num_epochs=3, callbacks=[Acts(adds)], resume_from=next(tmp_path.glob("*step=00000007.pt")))
+    assert [len(group["params"]) for group in resumed.optimizer.param_groups] == [6, 1]
+    assert whole.criterion["centers"][0].scale != 1
+    assert torch.equal(resumed.criterion["centers"][0].scale, whole.criterion["centers"][0].scale)
+
+
 class Drifts(AbstractCallback):
     def __init__(self) -> None:
         super().__init__("drifts")

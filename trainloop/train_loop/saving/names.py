@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from trainloop.optim.optimizers import optimizers_of
+from trainloop.optim.parameters import criterion_module
 
 _WRAPPED = "_checkpoint_wrapped_module"
 FLAGS = ("flags", "criterion_flags")
@@ -41,10 +42,12 @@ def set_flags(module: nn.Module, flags: Mapping[str, Mapping[str, bool]]) -> Non
 
 
 def _named_parameters(loop: Any) -> list[tuple[nn.Parameter, str]]:
-    roots = {"model": loop.model, "criterion": loop.criterion}
-    modules = {root: module for root, module in roots.items() if isinstance(module, nn.Module)}
+    modules = {"model": loop.model, "criterion": criterion_module(loop.criterion)}
     return [
-        (p, f"{root}.{plain_name(name)}") for root, module in modules.items() for name, p in module.named_parameters()
+        (p, f"{root}.{plain_name(name)}")
+        for root, module in modules.items()
+        if module is not None
+        for name, p in module.named_parameters()
     ]
 
 
