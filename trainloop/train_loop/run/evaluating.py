@@ -47,11 +47,7 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
         for module, training in before:
             # Predictions may switch dropout on (Monte Carlo dropout). Reading is ten times as fast as assigning.
             if module.training is not training:
-                own = module.__dict__  # nn.Module.__setattr__ first searches parameters, modules and buffers
-                if "training" in own:
-                    own["training"] = training
-                else:  # TorchScript
-                    module.training = training
+                module.training = training
 
 
 def mean_loss(
