@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import parametrize, prune
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, WeightedRandomSampler
 
-from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTModel
 from trainloop.callbacks import ModelCheckpoint
 
 D = torch.float64
@@ -151,6 +151,10 @@ def optimizer(loop: Any) -> None:
     loop.optimizer = optim.Adam(loop.model.parameters(), lr=0.01)
 
 
+def optimizer_in_list(loop: Any) -> None:
+    loop.optimizer.optimizer_list[0] = optim.Adam(loop.model.parameters(), lr=0.01)
+
+
 def rate(loop: Any) -> None:
     for group in loop.optimizer.param_groups:
         group["lr"] = 0.02
@@ -251,7 +255,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     for function in (
         *(new_loader, new_validation, longer, attribute_of_dataset, tensors, in_place, indices, indices_in_place),
         *(batch_size, collate, weights, num_samples, optimizer, rate, criterion, criterion_of_sums, reduction),
-        criterion_with_tensors,
+        *(criterion_with_tensors, optimizer_in_list),
         *(data_of_parameter, scaled_data, from_vector, copied, frozen, added_parameter, removed_parameter, enlarged),
         *(replaced_module, pruned, parametrized, hooked, attribute_of_model, clipped, accumulated),
     )
@@ -272,6 +276,10 @@ def loader_of(change: str, batch: int) -> DataLoader[Any]:
     if change.startswith("indices"):
         return DataLoader(Subset(TensorDataset(*rows()), list(range(ROWS))), batch_size=batch)
     return DataLoader(TensorDataset(*rows()), batch_size=batch)
+
+
+def optimizer_of(change: str, model: nn.Module) -> Any:
+    return MultiOptimizer([sgd(model)]) if change == "optimizer_in_list" else sgd(model)
 
 
 class Change(AbstractCallback):
@@ -313,7 +321,7 @@ class ByHand:
         self.model = Net()
         self.train_loader: Any = loader_of(change, BATCH)
         self.validation_loader: Any = DataLoader(TensorDataset(*rows(8, 5)), batch_size=4)
-        self.optimizer = sgd(self.model)
+        self.optimizer = optimizer_of(change, self.model)
         self.criterion: Any = nn.MSELoss()
         self.gradient_clip_norm: float | None = None
         self.grad_accumulation = 1
@@ -391,7 +399,7 @@ def loop_of(change: str, mode: str, **options: Any) -> TrainLoop[Net]:
         loader_of(change, BATCH // ranks),
         DataLoader(TensorDataset(*rows(8, 5)), batch_size=4),
         None,
-        sgd(model),
+        optimizer_of(change, model),
         nn.MSELoss(),
         gpu_mode=mode,  # type: ignore[arg-type]
         accelerator="cpu",
@@ -472,6 +480,7 @@ class Again(Change):
 
 STRUCTURE = {
     *("added_parameter", "removed_parameter", "enlarged", "replaced_module", "pruned", "parametrized", "optimizer"),
+    "optimizer_in_list",
 }
 LOST = {
     *("new_loader", "new_validation", "longer", "attribute_of_dataset", "tensors", "in_place", "indices"),

@@ -35,6 +35,13 @@ Hook = Callable[..., Any]
 HookT = TypeVar("HookT", bound=Hook)
 
 # Hooks that a model may have, to reset state that it carries from batch to batch.
+_STEP_HOOKS = (
+    "on_batch_begin",
+    "on_after_gradient_update",
+    "on_after_optimizer_step",
+    "on_batch_end",
+    "on_log",
+)
 MODEL_HOOKS = ("on_epoch_begin", "on_evaluation_begin", "on_evaluation_end")
 
 
@@ -402,6 +409,7 @@ class HookTable:
             hooks = (_on_its_ranks(cb, name) for cb in local if cb.uses_hook(name))
             setattr(self, name, tuple(map(guarded, (*model_hooks, *hooks))))
 
+        self.in_steps = any(getattr(self, name) for name in _STEP_HOOKS)  # callbacks may change something then
         # This includes callbacks of other ranks: all ranks go through the same list, and exchange logs after each hook.
         savers_last = sorted(ordered, key=lambda cb: isinstance(cb, Saver))
         self._in_turn = {

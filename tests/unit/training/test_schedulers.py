@@ -750,9 +750,14 @@ class Replace(AbstractCallback):
     def replace(self) -> None:
         loop = self.train_loop_obj
         if loop.global_step in self.steps or (self.optimizer is None and not self.steps):
-            loop.optimizer = self.optimizer = optim.SGD(loop.model.parameters(), lr=0.5, momentum=0.9)
+            self.optimizer = optim.SGD(loop.model.parameters(), lr=0.5, momentum=0.9)
+            if isinstance(loop.optimizer, MultiOptimizer):
+                loop.optimizer.optimizer_list[0] = self.optimizer
+            else:
+                loop.optimizer = self.optimizer
 
 
+@pytest.mark.parametrize("in_list", [False, True], ids=["assigned", "in a MultiOptimizer"])
 @pytest.mark.parametrize(
     ("hook", "before"),
     [
@@ -783,10 +788,11 @@ class Replace(AbstractCallback):
     ],
 )
 def test_another_optimizer_begins_the_schedule_again_for_the_steps_left(
-    make: Any, by_hand: Any, hook: str, before: int
+    make: Any, by_hand: Any, hook: str, before: int, in_list: bool
 ) -> None:
-    rates = Rates()
-    make_loop(seed=0).fit(3, callbacks=[make(), Replace(hook), rates])
+    rates, loop = Rates(), make_loop(seed=0)
+    loop.optimizer = MultiOptimizer([loop.optimizer]) if in_list else loop.optimizer
+    loop.fit(3, callbacks=[make(), Replace(hook), rates])
     steps = 3 * STEPS_PER_EPOCH
     first = rates_by_hand(lambda optimizer: by_hand(optimizer, steps), before)
     second = rates_by_hand(lambda optimizer: by_hand(optimizer, steps - before), steps - before - 1, lr=0.5)

@@ -267,6 +267,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
 
         A scheduler object that is not for this optimizer is an error.
         """
+        self.follow_optimizer()  # one may have been replaced in a MultiOptimizer
         optimizer = self._optimizer()
         if self.factory is None:
             self._refuse_other(optimizer)
@@ -413,8 +414,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     def on_after_optimizer_step(self) -> None:
         # The schedule counts only steps that AMP did not skip, as torch's documentation recommends.
         if self.interval == "step" and self._metric is None:
+            trained = self._is_trained()
             self._seen_step = self.train_loop_obj.global_step
-            if self._is_trained() and not self.train_loop_obj.step_skipped:
+            if trained and not self.train_loop_obj.step_skipped:
                 self._step_scheduler()
 
     def on_batch_end(self) -> None:
@@ -431,8 +433,9 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     @logs_nothing
     def on_epoch_end(self) -> None:
         loop, metric = self.train_loop_obj, self._metric
+        trained = self._is_trained()
         self._seen_step = loop.global_step
-        if not self._is_trained():
+        if not trained:
             return
         if self.interval == "step":
             value = None if metric is None else metric.left_for_epoch_end(loop, due=self._judged_step > 0)

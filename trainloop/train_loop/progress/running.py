@@ -52,6 +52,9 @@ class TrainingRun(Protocol):
     finished: bool
     """True if all work at the end is done, except for the last checkpoint."""
 
+    def assigned(self, name: str) -> None:
+        """Follow an attribute of the loop that was assigned a new value."""
+
     def flush_logs(self, *, exchange: bool = False) -> None:
         """Read the logs and pass them to ``on_log``; with ``exchange``, add all steps so far to the history."""
 

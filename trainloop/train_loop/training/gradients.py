@@ -155,7 +155,8 @@ class Gradients:
         if outdated:
             self._take_optimizers()
         if self.trained is None:
-            self._take_parameters()
+            if outdated:
+                self._take_parameters()
         elif self.trained.changed(everything=outdated):
             self.trained.meet()
             self._follow(self.trained)
@@ -164,9 +165,15 @@ class Gradients:
         return [parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)]
 
     def _steps_others(self) -> bool:
-        """Return True if a callback has added parameters to an optimizer, replaced or removed them."""
-        now = self._now_stepped()
-        return len(now) != len(self._stepped) or not all(map(is_, now, self._stepped))
+        """Return True if a callback has replaced an optimizer in a MultiOptimizer, or parameters of an optimizer."""
+        return self.follow_optimizers() or not _are_same(self._now_stepped(), self._stepped)
+
+    def follow_optimizers(self) -> bool:
+        """Follow an optimizer that a callback has replaced in a MultiOptimizer; return True if there is one."""
+        replaced = not _are_same(optimizers_of(self._run.loop.optimizer), self.optimizers)
+        if replaced:
+            self._run.assigned("optimizer")
+        return replaced
 
     def _follow(self, trained: TrainedParameters) -> None:
         trained.note()
@@ -185,7 +192,9 @@ class Gradients:
         if not now:
             loop.note(optimizer=self._multi_optimizer)
             raise ConfigurationError("tl.optimizer = None while training: each step needs an optimizer.")
-        kinds = [(needs_closure(one), getattr(one, "training_class", None)) for one in (before[0], now[0])]
+        kinds = [
+            {(needs_closure(one), getattr(one, "training_class", None)) for one in those} for those in (before, now)
+        ]
         if kinds[0] != kinds[1]:
             loop.note(optimizer=self._multi_optimizer)
             raise ConfigurationError(
@@ -557,6 +566,10 @@ class Gradients:
         if len(optimizers) > 1:  # update() adds the others' values to the first tensor
             self._run.loop.progress.found_inf = [found.clone() for found in self._run.loop.progress.found_inf]
         scaler.update()
+
+
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _is_same(before: Tensor | None, after: Tensor | None) -> bool:

@@ -198,6 +198,7 @@ class Training(Run):
                         self._finish_epoch()
                         ended_by = (ended_by | self._agree_at_epoch_end()) & ~END_EPOCH
                 self._finish(ended_by)
+            self.gradients.follow_optimizers()  # replaced by the last hooks
             self.place.check_parameters()
             if self.place.collective:  # the caller's optimizer has no place for it
                 own = collect.own_optimizer_states(loop)
@@ -788,7 +789,7 @@ class Training(Run):
             hook()
         if getattr(self.loop.criterion, "reduction", None) != self.gradients.reduction:  # changed in place
             self.gradients.take_rules()
-        if not i and (self.gradients.outdated or self.gradients.trained is not None):
+        if not i and (hooks.in_steps or self.gradients.outdated or self.gradients.trained is not None):
             self.gradients.follow_at_step_begin()
 
     def step(self) -> None:
