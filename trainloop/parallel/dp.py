@@ -187,7 +187,7 @@ class TTDataParallel(Transparent, DataParallel):
             outputs = self._outputs(calls, devices)
             self._keep_attributes(watched, method)
             if method == "__call__":
-                return parts.gather(outputs, self.dim)
+                return parts.gather(outputs, self.dim, sizes)
             if method == "get_predictions":
                 found = [parts.as_rows(output) for output in outputs]
                 if all(isinstance(output, tuple) for output in found):  # (y_pred, y_true, metadata) are no rows

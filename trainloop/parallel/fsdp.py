@@ -14,7 +14,7 @@ from torch.torch_version import TorchVersion
 
 from trainloop._support.forks import guard_forks
 from trainloop._support.keywords import refuses_unknown
-from trainloop._support.nested import map_parts
+from trainloop._support.nested import map_parts, tensors_of
 from trainloop._support.user_line import described_names
 from trainloop.distributed.objects import backend_of, cpu_group
 from trainloop.distributed.tensors import copy_from_first
@@ -295,6 +295,10 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             self(_Call(lambda: None))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            # Memory that is allocated for gathered parameters in this mode could not be written in a later training.
+            with torch.inference_mode(False), torch.no_grad():
+                return self(*args, **kwargs)
         if self._tt_until_begun:
             for hook in self._tt_until_begun:
                 hook.remove()
@@ -302,8 +306,11 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         averages = self._tt_complete is None and self._tt_mesh.size() > 1
         if averages and (self._tt_added or self._tt_frozen):
             self._refuse_added()
-        # A backward within forward (adversarial inputs, a gradient penalty) would free parameters that it still needs.
         for group in self._tt_groups:
+            # The last forward has left the root gathered. Without a backward since then (predictions with gradients, a
+            # loss that is skipped), it would miss what the optimizer has changed in the shards.
+            group.reshard()
+            # A backward within forward (adversarial inputs, a gradient penalty) would free parameters that it needs.
             group.reshard_after_backward = False
         complete = self._tt_complete
         try:
@@ -319,7 +326,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 complete.inside_forward = False
             for group in self._tt_groups:
                 group.reshard_after_backward = True
-        if not torch.is_grad_enabled():
+        needs_gradients = [tensor.requires_grad for tensor in tensors_of(output)]
+        if not torch.is_grad_enabled() or (needs_gradients and not any(needs_gradients)):
             # Without a backward, nothing frees the gathered parameters, which would be stale after the next step.
             self.reshard_units()
             drop_gathered_gradients(self._tt_groups)  # of a backward that an evaluation has run itself

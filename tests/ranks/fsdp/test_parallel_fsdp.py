@@ -308,3 +308,56 @@ def test_a_parameter_that_was_added_after_wrapping_is_refused(tmp_path: Path) ->
             "frozen": ["runs", added.format("extra")],
             "of another model": ["runs", "runs"],
         }
+
+
+def train_with_other_forwards(wrap: Callable[[nn.Module], Any], case: str, shares: list[int]) -> dict[str, Tensor]:
+    """Steps with forwards that no backward follows: of a frozen teacher, of predictions, of a loss that is skipped."""
+    tower, teacher = Tower(), Tower(seed=1)
+    model, other = wrap(tower), wrap(teacher)
+    other.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    for step in range(4):
+        for share in shares:
+            batch = words(10 * step + share)
+            with torch.inference_mode(case == "inference"):
+                target = (model if case == "inference" else other)(batch[0])
+            output = model(batch[0])
+            target = target.detach() if case == "teacher" else torch.zeros_like(output)
+            loss = nn.functional.mse_loss(output, target)
+            (loss / len(shares)).backward()
+            if case == "predictions":
+                model(batch[0])  # with a graph, and without a backward
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for average, p in zip(other.parameters(), model.parameters(), strict=True):
+                average.lerp_(p.detach(), 0.2) if case == "teacher" else None
+    return {**whole(tower), **{f"teacher.{name}": value for name, value in whole(teacher).items()}}
+
+
+def forwards_without_backward() -> dict[str, float]:
+    def one_process(module: nn.Module) -> nn.Module:
+        return module
+
+    facts = {}
+    for case in ("teacher", "predictions", "inference"):
+        expected = train_with_other_forwards(one_process, case, [0, 1])
+        for name, arguments in {
+            "default": {},
+            "kept": {"reshard_after_forward": False},
+            "one unit": {"shard": []},
+        }.items():
+
+            def sharded(module: nn.Module, arguments: Any = arguments) -> Any:
+                return TTFullyShardedDataParallel(module, **arguments)
+
+            found = train_with_other_forwards(sharded, case, [dist.get_rank()])
+            facts[f"{case}, {name}"] = furthest(found, expected)
+    return facts
+
+
+@pytest.mark.long  # three kinds of wrappers, three programs
+def test_a_forward_without_a_backward_does_not_keep_old_parameters(tmp_path: Path) -> None:
+    """The root unit stays gathered after a forward, as in torch, where the next one would miss the step between."""
+    for facts in run_ranks(forwards_without_backward, 2, folder=tmp_path):
+        assert max(facts.values()) < 1e-6, facts

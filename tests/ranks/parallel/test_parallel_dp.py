@@ -232,6 +232,41 @@ def test_forward_outputs_are_gathered_as_dataparallel_does() -> None:
     assert plain(parts.gather([one, two])) == plain(expected)
 
 
+@dataclasses.dataclass
+class Named:
+    names: list[Any]
+    levels: list[Any]
+    boxes: list[Any]
+    settings: list[Any]
+
+
+@pytest.mark.parametrize("rows", [6, 7])
+def test_lists_of_forward_with_an_item_for_each_sample_are_joined(rows: int) -> None:
+    """Previously, those of the first replica were returned, or zip raised an error."""
+
+    class Boxes(nn.Module):
+        def forward(self, x: Tensor, names: list[str]) -> Named:
+            boxes = [{"box": row.expand(i + 2, 4), "name": name} for i, (row, name) in enumerate(zip(x, names))]
+            return Named(names, [x, x * 2], boxes, [1.5, "one"])
+
+    x, names = torch.arange(4.0 * rows).view(rows, 4), [f"picture {i}" for i in range(rows)]
+    found = TTDataParallel(Boxes(), devices=2)(x, names)
+    assert found.names == names
+    assert plain(found.levels) == plain([x, x * 2])
+    assert [box["name"] for box in found.boxes] == names
+    assert all(torch.equal(box["box"][0], row) for box, row in zip(found.boxes, x, strict=True))
+    assert found.settings == [1.5, "one"]
+
+
+def test_lists_of_forward_that_fit_no_samples_are_named() -> None:
+    class Found(nn.Module):
+        def forward(self, x: Tensor) -> list[Any]:
+            return [0.5] * (len(x) + 1)
+
+    with pytest.raises(ConfigurationError, match=r"lists of lengths \[5, 4\] for parts of \[4, 3\] samples"):
+        TTDataParallel(Found(), devices=2)(torch.zeros(7, 1))
+
+
 # -- DP: replicas on the CPU -------------------------------------------------------------------------------------------
 
 

@@ -51,6 +51,57 @@ class Weighs(AbstractCallback):
         pass
 
 
+class Stages(AbstractCallback):
+    """Assigns each stage's loader at the end of the epoch before, and again where a run resumes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("stages")
+        self.kind = kind
+        self.orders: list[list[int]] = []
+
+    def loader_of(self, epoch: int) -> Any:
+        generator = torch.Generator().manual_seed(epoch // 2)
+        data = self.train_loop_obj.train_loader.dataset
+        if self.kind == "sampler":
+            return DataLoader(data, 8, sampler=WeightedRandomSampler(torch.arange(40.0), 40, generator=generator))
+        return DataLoader(data, 8, shuffle=True, generator=generator)
+
+    def on_epoch_end(self) -> None:
+        tl = self.train_loop_obj
+        if tl.epoch % 2:
+            tl.train_loader = self.loader_of(tl.epoch + 1)
+
+    def on_resume(self) -> None:
+        self.train_loop_obj.train_loader = self.loader_of(self.train_loop_obj.epoch)
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "sampler"])
+@pytest.mark.parametrize("seed", [3, None])
+def test_a_loader_that_was_assigned_at_an_epochs_end_keeps_its_own_generator(
+    tmp_path: Path, kind: str, seed: int | None
+) -> None:
+    class StopsAt(AbstractCallback):
+        def on_batch_begin(self) -> None:
+            if self.train_loop_obj.global_step == 10 and not self.train_loop_obj.resumed:
+                raise KeyError("stopped")
+
+    def fit(folder: Path, *callbacks: Any, **arguments: Any) -> Any:
+        torch.manual_seed(0)
+        loop = make_loop(validation=False, seed=seed)
+        stages = Stages(kind)
+        stages.train_loop_obj = loop
+        loop.train_loader = stages.loader_of(0)
+        keeps = ModelCheckpoint(folder, every_n_steps=1, keep=50)
+        loop.fit(num_epochs=4, callbacks=[stages, keeps, *callbacks], **arguments)
+        return loop.model.state_dict()
+
+    expected = fit(tmp_path / "whole")
+    with pytest.raises(KeyError):
+        fit(tmp_path / "cut", StopsAt("stops"))
+    resumed = fit(tmp_path / "cut", resume_from="last")
+    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("kind", ["model", "epoch", "weights", "shuffle"])
 def test_another_order_is_warned_of(tmp_path: Path, kind: str) -> None:
     def fit(**arguments: Any) -> None:

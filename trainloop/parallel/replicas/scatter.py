@@ -577,14 +577,35 @@ def _concatenated(concatenate: Callable[..., Any], arrays: Sequence[Any], sizes:
     return concatenate(list(arrays), dim) if len(shapes) == 1 or dim else [row for array in arrays for row in array]
 
 
-def gather(outputs: Sequence[Any], dim: int = 0) -> Any:
+def gather(outputs: Sequence[Any], dim: int = 0, sizes: Sequence[int] = ()) -> Any:
     """Join replicas' outputs as ``nn.DataParallel`` does: concatenate tensors, even inside dicts, lists and tuples.
 
-    0-d tensors become a vector with one entry per replica.
+    0-d tensors become a vector with one entry per replica. With ``sizes``, the number of samples of each part, a list
+    with an item for each sample (names, or boxes of pictures) becomes the list of all samples.
     """
     first = outputs[0]
+    if isinstance(first, list):
+        if dim == 0 and sizes and _are_samples(outputs, sizes):
+            return [item for part in outputs for item in part]
+        if len({len(part) for part in outputs}) > 1:
+            lengths = [len(part) for part in outputs]
+            raise ConfigurationError(
+                f"TTDataParallel: forward returned lists of lengths {lengths} for parts of {list(sizes)} samples. They "
+                "can't be joined: return lists with one item per sample, or of the same length for every part."
+            )
     if isinstance(first, Tensor):
         return torch.cat(list(outputs), dim) if first.ndim else torch.stack(list(outputs))
     if first is None:
         return None
-    return map_together(lambda parts: gather(parts, dim), outputs)
+    return map_together(lambda parts: gather(parts, dim, sizes), outputs)
+
+
+def _are_samples(lists: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
+    """Return True if lists have an item for each sample, and the items are not columns that contain the samples."""
+    if [len(items) for items in lists] != list(sizes) or len({type(item) for items in lists for item in items}) > 1:
+        return False
+    return any(
+        _num_rows(item) != n and not (isinstance(item, Tensor) and item.ndim == 0)
+        for items, n in zip(lists, sizes, strict=True)
+        for item in items
+    )

@@ -70,5 +70,9 @@ class TrainingRun(Protocol):
     def seeing_functions(self, *, idle: bool = False) -> AbstractContextManager[None]:
         """Attach divisors to the results of functions; ``idle``: the batch is another rank's."""
 
+    @property
+    def reads_loader(self) -> bool:
+        """True if the feed reads the loop's training loader as it is now."""
+
     def take_data(self, epoch: int | None = None) -> None:
         """Read the loop's loaders from now on, as they are in ``epoch``. Collective if ranks exchange sizes."""

@@ -13,6 +13,7 @@ from trainloop._support.carried import carried_state_of
 from trainloop.checkpoint import plain
 from trainloop.checkpoint.plain import for_file, from_file
 from trainloop.checkpoint.sharded_writing import about_unlike_shards, take_shards
+from trainloop.data.loader.loader_copies import persistent_workers
 from trainloop.data.order.orders import Generator, generator_states, generators_in, kept_in_checkpoints
 from trainloop.errors import CheckpointError
 from trainloop.optim.optimizers import all_optimizers, optimizers_of, parameters_of
@@ -77,9 +78,23 @@ def position(run: TrainingRun) -> dict[str, Any]:
         # A rank without a batch in its first step after a resume shows callbacks the previous step's loss.
         "last_loss": None if last is None else [last.item(), last.dtype],
         "rng": rng.capture(),
-        "feed": run.feed.state_dict(plain, ended=run.loop.progress.epoch_ends),
+        "feed": _feed_state(run),
         "metrics": run.recorder.state_dict(),
     }
+
+
+def _feed_state(run: TrainingRun) -> dict[str, Any]:
+    """Return the state of the training data from which the run continues.
+
+    At an epoch's end, this is the loader that a callback has assigned for the next epoch: its generators have states of
+    their own, and it has not been read.
+    """
+    loader = run.loop.train_loader
+    state = run.feed.state_dict(plain, ended=run.loop.progress.epoch_ends)
+    if not run.epoch_finished or run.reads_loader:
+        return state
+    generators = kept_in_checkpoints(generator_states([loader])[0], plain, "train_loader")
+    return {**state, "generators": generators, "workers": persistent_workers(loader) is not None, "position": None}
 
 
 def own_optimizer_states(loop: LoopState) -> list[dict[str, dict[str, torch.Tensor]]]:

@@ -362,6 +362,12 @@ class Training(Run):
         self.watch = observer
         self.feed.note_indices()
 
+    @property
+    def reads_loader(self) -> bool:
+        """True if the feed reads the loop's training loader as it is now. If not, the next epoch takes it."""
+        marks = self._marks
+        return marks is not None and marks.loader is self.loop.train_loader and not marks.changed()
+
     def take_data(self, epoch: int | None = None) -> None:
         """Read the loop's training loader from now on, if it or a part of it has changed since the last call.
 
@@ -373,7 +379,7 @@ class Training(Run):
                 check_loader(loader, "train_loader", optional=False)
             told = self._told[1] if self._told[0] == epoch else []
             self._told = epoch, tell_epoch(loader, epoch, told)
-        if self._marks is not None and self._marks.loader is loader and not self._marks.changed():
+        if self.reads_loader:
             return
         check_loader(loader, "train_loader", optional=False)
         feed = self.feed_of(TrainFeed, loader, "train_loader")  # an error leaves the run with the feed that it has
@@ -591,13 +597,13 @@ class Training(Run):
 
         An epoch that a callback ends is not continued, nor one whose loader has been replaced.
         """
-        loop, marks = self.loop, self._marks
+        loop = self.loop
         if ended_by & ~(EARLY_STOP | END_EPOCH):  # a signal
             cut = self.epoch_steps > 0
         else:
             cut = not (ended_by or self._epoch_ended) and loop.total_iteration_idx >= self._last_iteration
         whole = self.epoch_batches == self.feed.num_batches
-        if cut and not whole and marks is not None and marks.loader is loop.train_loader and not marks.changed():
+        if cut and not whole and self.reads_loader:
             if self.savers and not ended_by:
                 self.before_cut = cut_epochs.states_before_cut(self)
             loop.note(cut=cut_epochs.noted_cut(self))
