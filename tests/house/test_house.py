@@ -210,6 +210,7 @@ FOREIGN: dict[str, str] = {
     "data/loader/loader_copies.py": "_iterator _shutdown_workers",
     "train_loop/execution/handover.py": "_non_persistent_buffers_set",
     "_launch/rank_process.py": "_run_exitfuncs _shutdown",
+    "_launch/script/settings.py": "_validate_args",
     "_processes/server.py": "_registry",
     "optim/optimizers.py": (
         "_global_optimizer_post_hooks _global_optimizer_pre_hooks _opt_called _optimizer_step_post_hooks "

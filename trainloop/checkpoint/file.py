@@ -300,7 +300,7 @@ def _read_verified(path: str) -> dict[str, Any]:
                     "was run. Use a checkpoint that trainloop wrote."
                 )
             local.seek(0)
-            state = from_file(torch.load(local, map_location="cpu", weights_only=True))
+            state = from_file(torch.load(local, map_location="cpu", weights_only=True, mmap=False))
     except CheckpointError:
         raise
     except FileNotFoundError as error:

@@ -129,7 +129,7 @@ def parts_of(stored: StoredTensor, wanted: ShardSlice | None = None) -> Iterator
         with open(os.path.join(stored.folder, name), "rb") as file:
             file.seek(position)
             data = io.BytesIO(file.read(length))
-        yield (offsets, sizes), torch.load(data, map_location="cpu", weights_only=True)
+        yield (offsets, sizes), torch.load(data, map_location="cpu", weights_only=True, mmap=False)
 
 
 def _overlap(one: ShardSlice, other: ShardSlice) -> ShardSlice | None:

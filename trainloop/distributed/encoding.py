@@ -105,7 +105,7 @@ def decode(data: bytes | memoryview) -> Any:
         ):
             # PyTorch 2.15 warns although it validates these invariants, as requested.
             warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
-            return torch.load(buffer, map_location=_storage_here, weights_only=True)
+            return torch.load(buffer, map_location=_storage_here, weights_only=True, mmap=False)
     except Exception as error:  # torch's and pickle's errors are of many types
         raise Malformed(f"bytes that are not plain data ({type(error).__name__})") from error
 

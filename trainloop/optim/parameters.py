@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -41,6 +42,19 @@ def criterion_modules(criterion: Any) -> list[nn.Module]:
     """Return the modules of a criterion: itself, or the modules in its dicts and lists."""
     whole = criterion_module(criterion)
     return [] if whole is None else [whole]
+
+
+def move_to(module: nn.Module, device: torch.device) -> None:
+    """Move a module; its parameters stay the objects that an optimizer has.
+
+    After ``torch.__future__.set_overwrite_module_params_on_conversion(True)``, ``module.to`` creates other parameters.
+    """
+    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+    try:
+        module.to(device)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
 
 
 def trained_modules(model: nn.Module, criterion: Any) -> list[nn.Module]:

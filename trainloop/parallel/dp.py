@@ -567,7 +567,8 @@ def _thread_settings(
     """
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     cache = torch.is_autocast_cache_enabled()
-    autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")}
+    autocasts = [kind for kind in dtypes if torch.is_autocast_enabled(kind)]
     # Only for GPUs: replicas on the CPU must not initialize CUDA, which may be impossible in this process.
     streams = {device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"}
 
@@ -580,8 +581,11 @@ def _thread_settings(
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad and not inference))
             stack.enter_context(functional_losses())
-            for kind, dtype in autocasts:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cache))
+            torch.set_autocast_cache_enabled(cache)
+            for kind, dtype in dtypes.items():  # also for a torch.autocast of the model that names no dtype
+                torch.set_autocast_dtype(kind, dtype)
+            for kind in autocasts:
+                stack.enter_context(torch.autocast(kind, dtypes[kind], cache_enabled=cache))
             yield
 
     return settings

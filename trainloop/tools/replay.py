@@ -175,7 +175,7 @@ def _unpacked(packed: dict[str, Any], path: Any, trusted: bool) -> Any:
             "tensors, numbers, strings and containers of these. Reading a pickle can run any code. If you trust the "
             "person who made the file, pass trusted=True."
         )
-    return torch.load(io.BytesIO(packed["pickle"]), map_location="cpu", weights_only=False)
+    return torch.load(io.BytesIO(packed["pickle"]), map_location="cpu", weights_only=False, mmap=False)
 
 
 def _loaded_again(loop: TrainLoop[Any], record: dict[str, Any]) -> Replay:

@@ -17,7 +17,7 @@ from trainloop.data.loader.loader_copies import copy_loader
 from trainloop.data.order.orders import length_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import optimizers_of
-from trainloop.optim.parameters import criterion_modules
+from trainloop.optim.parameters import criterion_modules, move_to
 from trainloop.parallel.transparent import attributes_of
 from trainloop.train_loop.arguments.checks import loader_batch_size
 from trainloop.train_loop.loop import TrainLoop
@@ -61,9 +61,9 @@ def copies(loop: TrainLoop[Any], device: torch.device | None = None, *also: Any)
             vars(copied[id(tensor)]).update(copy.deepcopy(marks, copied))
     model.train()
     if device is not None:
-        model.to(device)
+        move_to(model, device)
         for module in criterion_modules(criterion):
-            module.to(device)
+            move_to(module, device)
         for single in optimizers_of(optimizer):
             for state in single.state.values():
                 if isinstance(state, dict):  # other entries belong to no parameter

@@ -405,6 +405,7 @@ class Spy(Net):
                 "grad": torch.is_grad_enabled(),
                 "inference": torch.is_inference_mode_enabled(),
                 "autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+                "dtype": torch.get_autocast_dtype("cpu"),
                 "device": self.device,
                 "tied": self.tied.weight is self.encoder.weight,
                 "own weights": self.encoder.weight is not SPIED[0].encoder.weight,
@@ -464,6 +465,11 @@ def test_a_replica_has_the_callers_modes() -> None:
     for note in spied(no_grad=torch.no_grad(), autocast=torch.autocast("cpu", torch.float16)):
         assert (note["grad"], note["autocast"], note["context"]) == (False, torch.float16, "mine")
     CONTEXT.set("default")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        assert [note["dtype"] for note in spied()] == [torch.float16] * 2
+    finally:
+        torch.set_autocast_dtype("cpu", torch.bfloat16)
     for note in spied(inference=torch.inference_mode()):
         assert (note["grad"], note["inference"]) == (False, True)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import json, logging, multiprocessing, sys, warnings
+import gc, json, logging, multiprocessing, os, sys, tempfile, warnings
 import numpy as np
 import torch
 from torch import nn, optim
@@ -21,6 +21,9 @@ from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 log = logging.getLogger("my.project")
 
 class OwnWarning(UserWarning):
+    pass
+
+class OwnLogger(logging.Logger):
     pass
 
 def readings():
@@ -46,6 +49,15 @@ def readings():
         "print": repr(torch.tensor([1 / 3])) + repr(np.array([1 / 3])),
         "start method": multiprocessing.get_start_method(),
         "recursion": sys.getrecursionlimit(),
+        "digits": sys.get_int_max_str_digits(),
+        "autocast": [str(torch.get_autocast_dtype("cpu")), torch.is_autocast_cache_enabled()],
+        "seterrcall": np.geterrcall() is None,
+        "sparse": torch.sparse.check_sparse_tensor_invariants.is_enabled(),
+        "distributions": torch.distributions.Distribution._validate_args,
+        "captured": warnings.showwarning.__module__,
+        "logger": logging.getLoggerClass().__name__,
+        "temporary": tempfile.gettempdir(),
+        "collector": [gc.isenabled(), gc.get_threshold()],
     }
 
 class Rows(Dataset):
@@ -101,6 +113,19 @@ def main():
     torch.set_flush_denormal(True)
     torch.multiprocessing.set_sharing_strategy("file_system")
     sys.setrecursionlimit(3210)
+    sys.set_int_max_str_digits(0)
+    torch.set_autocast_dtype("cpu", torch.float16)
+    torch.set_autocast_cache_enabled(False)
+    np.seterrcall(lambda *_: None)
+    np.seterr(under="call")
+    np.set_printoptions(precision=2)
+    torch.sparse.check_sparse_tensor_invariants.enable()
+    torch.distributions.Distribution.set_default_validate_args(False)
+    logging.setLoggerClass(OwnLogger)
+    logging.captureWarnings(True)
+    tempfile.tempdir = os.getcwd()
+    gc.disable()
+    gc.set_threshold(5000, 20, 20)
     before = readings()
     model = Net()
     loader, spawning = (DataLoader(Rows(), 4, num_workers=1, multiprocessing_context=c) for c in (None, "spawn"))

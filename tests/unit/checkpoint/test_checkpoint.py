@@ -168,6 +168,16 @@ def test_whole_ones_give_no_warning(tmp_path: Path) -> None:
     assert load_newest_with_warnings(tmp_path) == (3, [])
 
 
+def test_torchs_default_of_mapping_files_does_not_matter(tmp_path: Path) -> None:
+    config = pytest.importorskip("torch.utils.serialization").config  # of PyTorch 2.7 or newer
+    write_some(tmp_path, 1)
+    config.load.mmap = True
+    try:
+        assert checkpoint.load_newest(tmp_path) is not None
+    finally:
+        config.load.mmap = False
+
+
 def test_all_damaged_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
     for path in write_some(tmp_path, 2):
         os.truncate(path, 50)

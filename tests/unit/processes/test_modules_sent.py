@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import pickle
 import sys
@@ -120,3 +121,37 @@ def test_a_module_that_each_process_generates_is_the_same_in_another_folder(
         sys.meta_path[:] = finders
     assert rank.LR == 0.5
     assert rank.collect is own
+
+
+CONTEXT = """
+import contextvars, threading
+
+RUN = contextvars.ContextVar("RUN", default="none")
+UNSET = contextvars.ContextVar("UNSET", default="default")
+THREAD = threading.local()
+FUNCTIONS = contextvars.ContextVar("FUNCTIONS", default=())
+"""
+
+
+def test_values_of_context_variables_and_of_thread_local_data_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "context_of_a_user.py").write_text(CONTEXT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("context_of_a_user")
+    module.RUN.set("mine")
+    module.THREAD.depth = 3
+    module.FUNCTIONS.set(len)
+    finders = [finder for finder in sys.meta_path if finder is importlib.machinery.PathFinder]  # without pytest's
+    monkeypatch.setattr(sys, "meta_path", finders)
+    sent = dumped_modules()
+    module.FUNCTIONS.set(generator := (i for i in [1]))
+    unsent = dumped_modules()
+    del sys.modules["context_of_a_user"]
+    again = importlib.import_module("context_of_a_user")  # as in a rank
+    receive_modules(sent)()
+    assert (again.RUN.get(), again.UNSET.get(), again.THREAD.depth) == ("mine", "default", 3)
+    assert again.FUNCTIONS.get() is len
+    with pytest.warns(UserWarning, match=r"context_of_a_user\.FUNCTIONS of this process can't be sent.*generator"):
+        receive_modules(unsent)()
+    assert again.FUNCTIONS.get() is not generator

@@ -118,6 +118,49 @@ def test_log_handlers_of_the_standard_streams_are_made_where_there_are_none(caps
         log.handlers.clear()
 
 
+class Brackets(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return f"<{super().format(record)}>"
+
+
+class Numbers(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.number = 7
+        return "secret" not in record.getMessage()
+
+
+def test_formatters_filters_and_record_factories_of_the_user_arrive(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "_logRecordFactory", before := logging.getLogRecordFactory())
+
+    def factory(*args: Any, **more: Any) -> logging.LogRecord:
+        record = before(*args, **more)
+        record.run = "mine"
+        return record
+
+    log = logging.getLogger("trainloop.test.filters")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Brackets("%(run)s %(number)s %(message)s"))
+    log.addHandler(handler)
+    log.addFilter(Numbers())
+    logging.setLogRecordFactory(factory)
+    try:
+        there = dumped_settings()
+        log.handlers.clear()
+        log.filters.clear()
+        logging.setLogRecordFactory(before)
+        apply_settings(there)
+        log.error("shown")
+        log.error("secret")
+        assert capsys.readouterr().err == "<mine 7 shown>\n"
+        apply_settings(there)
+        assert len(log.filters) == 1
+    finally:
+        log.handlers.clear()
+        log.filters.clear()
+
+
 def test_what_cannot_be_sent_is_told_and_the_others_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = Setting("a.lock", lambda: (x for x in ()), print)
     monkeypatch.setattr(settings, "SETTINGS", [bad, *SETTINGS])

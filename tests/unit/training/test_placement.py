@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils.data import DataLoader, TensorDataset
 
+from trainloop import TrainLoop, TTBasicModel
 from trainloop.train_loop.run.placement import move_state
 
 META = torch.device("meta")
@@ -36,3 +38,47 @@ def test_optimizer_state_goes_where_torchs_own_loading_puts_it(options: dict[str
     move_state(scaling)
     counter = META if options.get("fused") else torch.device("cpu")
     assert {name: value.device for name, value in scaling.state[scalar].items()} == {"step": counter, "exp_avg": META}
+
+
+class Line(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2, dtype=torch.float64)
+        self.second = nn.Linear(2, 2, dtype=torch.float64)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.second(self.first(x))
+        return output
+
+
+@pytest.mark.parametrize("mode", ["single", "dp"])
+def test_a_model_keeps_its_parameters_where_conversions_overwrite_them(mode: Any) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 8, 2, dtype=torch.float64)
+    torch.manual_seed(1)
+    reference = Line()
+    optimizer = optim.SGD(reference.parameters(), 0.1)
+    nn.functional.mse_loss(reference(x), y).backward()
+    optimizer.step()
+    torch.manual_seed(1)
+    model = Line()
+    loop = TrainLoop(
+        model,
+        DataLoader(TensorDataset(x, y), 8),
+        optimizer=optim.SGD(model.parameters(), 0.1),
+        criterion=nn.MSELoss(),
+        gpu_mode=mode,
+        accelerator="cpu",
+        devices=1 if mode == "single" else 2,
+        progress_bar=False,
+    )
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        loop.fit(num_epochs=1)
+        assert torch.__future__.get_overwrite_module_params_on_conversion()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    assert model.second.weight is model.first.weight
+    for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own, expected, rtol=0, atol=1e-12)

@@ -18,11 +18,14 @@ import pickle
 import random
 import re
 import sys
+import threading
 import types
 import warnings
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,6 +149,11 @@ def _sent_values(module: types.ModuleType, limit: _Limit) -> Iterator[tuple[str,
     for path, value in _values_by_path(vars(module), name):
         if type(value) in _ATOMS:
             yield path, _Sent("atom", value)
+        elif isinstance(value, ContextVar):
+            if (set_here := value.get(_MISSING)) is not _MISSING:
+                yield path, _sent_object(set_here, limit)
+        elif isinstance(value, threading.local):
+            yield path, _sent_object(vars(value), limit)
         elif isinstance(value, (*_FUNCTIONS, *_METHODS)):
             sent = _sent_function(value, name, path, file)
             # Import hooks, such as pytest's, change the code; ranks may import the module without them.
@@ -383,6 +391,11 @@ class _Receiver:
             for part in parents:
                 owner = getattr(owner, part, None)
             own = vars(owner).get(name, _MISSING) if owner is not None else _MISSING
+            put = partial(setattr, owner, name)
+            if isinstance(own, ContextVar):
+                own, put = own.get(_MISSING), own.set
+            elif isinstance(own, threading.local):
+                own = vars(own)
             if owner is None or self._is_same(own, sent, file):
                 continue
             known = sent.kind == "function" and own is not _MISSING
@@ -393,7 +406,7 @@ class _Receiver:
             if not isinstance(own, types.FunctionType) and path in rank_dependent(module.__name__):
                 continue
             try:
-                self._set_sent(owner, name, own, sent)
+                self._set_sent(owner, name, own, sent, put)
             except Exception as error:
                 if self._late is not None:
                     self._late.append((module, path))
@@ -432,7 +445,7 @@ class _Receiver:
         found = _sent_object(own, _Limit(_MOST_IN_ALL))
         return found[:2] == sent[:2]
 
-    def _set_sent(self, owner: Any, name: str, own: Any, sent: _Sent) -> None:
+    def _set_sent(self, owner: Any, name: str, own: Any, sent: _Sent, put: Callable[[Any], object]) -> None:
         if sent.kind == "unsent":
             raise TypeError(sent.extra)
         if sent.kind == "atom":
@@ -450,7 +463,7 @@ class _Receiver:
                 raise TypeError(sent.extra or f"{module}.{qualname} can't be found by its name")
         merged = _merged(own, new)
         if merged is not own:
-            setattr(owner, name, merged)
+            put(merged)
 
     def _unpickled(self, stream: bytes) -> Any:
         with load_device(self._device):

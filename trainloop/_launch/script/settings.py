@@ -11,12 +11,14 @@ To add a setting, add a line to :data:`SETTINGS`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import logging
 import multiprocessing
 import pickle
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.backends import cuda, mha
+from torch.distributions import Distribution
+from torch.sparse import check_sparse_tensor_invariants as invariants
 from torch.utils.hooks import RemovableHandle
 
 from trainloop._support.user_line import set_user_place, user_place, warn
@@ -186,6 +190,15 @@ def _read_flush_denormal() -> bool:
     return (torch.tensor([1e-310], dtype=torch.float64, device="cpu") * 1).item() == 0
 
 
+def _read_autocast_dtypes() -> dict[str, torch.dtype]:
+    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")}
+
+
+def _write_autocast_dtypes(dtypes: dict[str, torch.dtype]) -> None:
+    for kind, dtype in dtypes.items():
+        torch.set_autocast_dtype(kind, dtype)
+
+
 def _write_safe_globals(classes: list[Any]) -> None:
     torch.serialization.add_safe_globals([c for c in classes if c not in torch.serialization.get_safe_globals()])
 
@@ -252,8 +265,25 @@ def standard_stream_of(handler: logging.Handler) -> str | None:
 
 
 def _formatter_of(handler: logging.Handler) -> bytes:
-    """Pickle the handler's formatter, for comparisons; a formatter of another class is pickled as ``None``."""
-    return pickle.dumps(handler.formatter if type(handler.formatter) is logging.Formatter else None)
+    """Pickle the handler's formatter, for comparisons; a formatter that can't be sent is pickled as ``None``."""
+    try:
+        return _dumped(handler.formatter)
+    except Exception:  # whatever a class of the user's refers to
+        return pickle.dumps(None)
+
+
+def _read_log_filters() -> dict[str, list[Any]]:
+    return {name: list(log.filters) for name, log in loggers().items() if log.filters}
+
+
+def _write_log_filters(filters: dict[str, list[Any]]) -> None:
+    for name, added in filters.items():
+        log = logging.getLogger(name or None)
+        log.filters = log.filters or added  # a module that was imported here may have added them
+
+
+def _read_capture() -> bool:
+    return getattr(warnings.showwarning, "__module__", None) == "logging"
 
 
 def _write_next_hook(number: int) -> None:
@@ -279,9 +309,14 @@ def _write_log_streams(handlers: dict[str, list[tuple[str, int, Any]]]) -> None:
 SETTINGS: list[Setting] = [
     # first, so that the filters apply to warnings from the settings below
     Setting("warnings.filterwarnings", lambda: list(warnings.filters), _write_warning_filters),
+    # before the settings that create loggers
+    Setting("logging.setLoggerClass", logging.getLoggerClass, logging.setLoggerClass),
+    Setting("logging.setLogRecordFactory", logging.getLogRecordFactory, logging.setLogRecordFactory),
+    Setting("logging.captureWarnings", _read_capture, logging.captureWarnings),
     Setting("logging.disable", lambda: logging.root.manager.disable, logging.disable),
     Setting("logging.Logger.setLevel", _read_log_levels, _write_log_levels),
     Setting("logging.basicConfig", _read_log_streams, _write_log_streams),
+    Setting("logging.Logger.addFilter", _read_log_filters, _write_log_filters),
     # numbers
     Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("torch.set_default_device", _read_default_device, torch.set_default_device),
@@ -304,6 +339,9 @@ SETTINGS: list[Setting] = [
     _attribute("torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction"),
     _attribute("torch.backends.cuda.matmul.allow_fp16_accumulation"),
     Setting("torch.set_flush_denormal", _read_flush_denormal, torch.set_flush_denormal),
+    Setting("torch.set_autocast_dtype", _read_autocast_dtypes, _write_autocast_dtypes),
+    Setting("torch.set_autocast_cache_enabled", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    Setting("numpy.seterrcall", np.geterrcall, np.seterrcall),
     Setting("numpy.seterr", np.geterr, lambda value: np.seterr(**value)),
     # determinism
     Setting(
@@ -340,6 +378,16 @@ SETTINGS: list[Setting] = [
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda value: torch.autograd.set_detect_anomaly(*value),
     ),
+    Setting(
+        "torch.sparse.check_sparse_tensor_invariants",
+        invariants.is_enabled,
+        lambda value: (invariants.enable if value else invariants.disable)(),
+    ),
+    Setting(
+        "torch.distributions.Distribution.set_default_validate_args",
+        lambda: Distribution._validate_args,  # private: there is no public function; without it, nothing is sent
+        Distribution.set_default_validate_args,
+    ),
     Setting("torch.set_warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
     # processes and pickles (a spawned rank would spawn its children by default)
     Setting(
@@ -359,6 +407,11 @@ SETTINGS: list[Setting] = [
     ),
     # Pickled hooks of modules and tensors keep their numbers: a new hook must not replace one of them.
     Setting("torch.utils.hooks.RemovableHandle", lambda: RemovableHandle.next_id, _write_next_hook),
+    Setting("numpy.set_printoptions", np.get_printoptions, lambda value: np.set_printoptions(**value)),
+    Setting("tempfile.tempdir", lambda: tempfile.tempdir, lambda value: setattr(tempfile, "tempdir", value)),
+    Setting("sys.set_int_max_str_digits", sys.get_int_max_str_digits, sys.set_int_max_str_digits),
+    Setting("gc.disable", gc.isenabled, lambda value: (gc.enable if value else gc.disable)()),
+    Setting("gc.set_threshold", gc.get_threshold, lambda value: gc.set_threshold(*value)),
     Setting("sys.setrecursionlimit", sys.getrecursionlimit, sys.setrecursionlimit),
     _config("torch._dynamo.config"),
     _config("torch._inductor.config"),

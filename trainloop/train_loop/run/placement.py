@@ -21,7 +21,7 @@ from trainloop.devices import has_ranks
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import all_optimizers
-from trainloop.optim.parameters import criterion_modules, own_parameters
+from trainloop.optim.parameters import criterion_modules, move_to, own_parameters
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, sync_batchnorm
 from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
 from trainloop.parallel.dp import expect_samples
@@ -189,10 +189,10 @@ def placed(loop: LoopState, job: FitJob | None, *, joined: bool) -> Iterator[Pla
             # thread. At the end, set_device() would create a context on the GPU that was current before.
             undo.enter_context(torch.cuda.device(device))
         if mode != "fsdp":  # in fsdp, a device may not have room for the full model
-            model.to(device)
+            move_to(model, device)
         # Class weights and the like are buffers.
         for module in criterion_modules(criterion):
-            module.to(device)
+            move_to(module, device)
         for optimizer in optimizers if mode != "fsdp" else ():
             move_state(optimizer, device)
         if mode == "ddp" and job is None and (joined or loop.num_nodes > 1):

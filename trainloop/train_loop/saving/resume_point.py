@@ -77,7 +77,7 @@ def _state_of_rank_zero(loop: LoopState, resume_from: Any) -> tuple[dict[str, An
     if in_files:
         return checkpoint_to_resume(loop, resume_from), answer["why"]
     if answer["state"]:
-        state = from_file(torch.load(io.BytesIO(answer["state"]), map_location="cpu", weights_only=True))
+        state = from_file(torch.load(io.BytesIO(answer["state"]), map_location="cpu", weights_only=True, mmap=False))
     return state, answer["why"]
 
 
