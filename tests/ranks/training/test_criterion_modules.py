@@ -160,8 +160,10 @@ class AddsUnknown(AbstractCallback):
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize(
     "mode, step, how",
-    [("single", 0, "group"), ("single", 1, "group"), ("dp", 1, "list")]
-    + [("ddp", 0, "list"), ("ddp", 1, "group"), ("fsdp", 1, "list")],
+    [
+        *(("single", 0, "group"), ("single", 1, "group"), ("dp", 1, "list")),
+        *(("ddp", 0, "list"), ("ddp", 1, "group"), ("fsdp", 1, "list")),
+    ],
 )
 def test_a_parameter_that_a_callback_adds_to_the_optimizer_is_trained_by_all_samples(
     mode: str, step: int, how: str
