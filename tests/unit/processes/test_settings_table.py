@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
 from torch.torch_version import TorchVersion
 
 from trainloop._launch.script import settings
@@ -159,6 +162,57 @@ def test_formatters_filters_and_record_factories_of_the_user_arrive(
     finally:
         log.handlers.clear()
         log.filters.clear()
+
+
+def doubled(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 2
+
+
+def halved(module: nn.Module, args: Any) -> Any:
+    return (args[0] / 8,)
+
+
+def scaled(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    return output * 10
+
+
+def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 2
+
+
+def test_hooks_of_every_module_and_optimizer_are_registered_there_once() -> None:
+    def register() -> list[Any]:
+        return [
+            modules.register_module_forward_pre_hook(halved),
+            modules.register_module_forward_hook(doubled),
+            modules.register_module_forward_hook(scaled, with_kwargs=True, always_call=True),
+            optimizers.register_optimizer_step_post_hook(stepped),
+        ]
+
+    def added_to(known: list[Any]) -> list[Any]:
+        return [hook for hook in settings._read_hooks_of_all() if hook not in known]
+
+    before = settings._read_hooks_of_all()
+    handles, x = register(), torch.ones(1)
+    try:
+        there, here = dumped_settings(), added_to(before)
+        assert len(here) == 4
+        assert nn.Identity()(x) == 2.5
+        for handle in handles:
+            handle.remove()
+        assert nn.Identity()(x) == 1
+        for _ in range(2):
+            apply_settings(there)
+            assert nn.Identity()(x) == 2.5
+            sgd = torch.optim.SGD([nn.Parameter(x)], lr=1.0)
+            sgd.step()
+            assert sgd.param_groups[0]["lr"] == 2
+            assert added_to(before) == here
+    finally:
+        of_modules = modules._global_forward_pre_hooks, modules._global_forward_hooks
+        for hooks in (*of_modules, optimizers._global_optimizer_post_hooks):
+            for number in [number for number, hook in hooks.items() if hook in (doubled, halved, scaled, stepped)]:
+                del hooks[number]
 
 
 def test_what_cannot_be_sent_is_told_and_the_others_arrive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,8 @@ import numpy as np
 import torch
 from torch.backends import cuda, mha
 from torch.distributions import Distribution
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as torch_optimizer
 from torch.sparse import check_sparse_tensor_invariants as invariants
 from torch.utils.hooks import RemovableHandle
 
@@ -286,6 +288,35 @@ def _read_capture() -> bool:
     return getattr(warnings.showwarning, "__module__", None) == "logging"
 
 
+def _read_hooks_of_all() -> list[tuple[Any, Any, dict[str, bool]]]:
+    """Return the hooks of every module and every optimizer: the function that registers each, the hook, arguments."""
+    full = modules._global_is_full_backward_hook
+    of_backward = modules.register_module_full_backward_hook if full else modules.register_module_backward_hook
+    kinds: list[tuple[Any, Any]] = [
+        (modules.register_module_forward_pre_hook, modules._global_forward_pre_hooks),
+        (modules.register_module_full_backward_pre_hook, modules._global_backward_pre_hooks),
+        (of_backward, modules._global_backward_hooks),
+        (torch_optimizer.register_optimizer_step_pre_hook, torch_optimizer._global_optimizer_pre_hooks),
+        (torch_optimizer.register_optimizer_step_post_hook, torch_optimizer._global_optimizer_post_hooks),
+    ]
+    found: list[tuple[Any, Any, dict[str, bool]]]
+    found = [(register, hook, {}) for register, hooks in kinds for hook in hooks.values()]
+    for number, hook in modules._global_forward_hooks.items():
+        options = {
+            "with_kwargs": number in modules._global_forward_hooks_with_kwargs,
+            "always_call": number in modules._global_forward_hooks_always_called,
+        }
+        found.append((modules.register_module_forward_hook, hook, options))
+    return found
+
+
+def _write_hooks_of_all(hooks: list[tuple[Any, Any, dict[str, bool]]]) -> None:
+    here = _read_hooks_of_all()  # of modules that are imported here and register hooks
+    for register, hook, options in hooks:
+        if (register, hook, options) not in here:
+            register(hook, **options)
+
+
 def _write_next_hook(number: int) -> None:
     RemovableHandle.next_id = max(RemovableHandle.next_id, number)
 
@@ -405,6 +436,7 @@ SETTINGS: list[Setting] = [
         lambda: sorted(torch.serialization.get_safe_globals(), key=repr),  # torch returns a set's order, which varies
         _write_safe_globals,
     ),
+    Setting("torch.nn.modules.module.register_module_forward_hook", _read_hooks_of_all, _write_hooks_of_all),
     # Pickled hooks of modules and tensors keep their numbers: a new hook must not replace one of them.
     Setting("torch.utils.hooks.RemovableHandle", lambda: RemovableHandle.next_id, _write_next_hook),
     Setting("numpy.set_printoptions", np.get_printoptions, lambda value: np.set_printoptions(**value)),
