@@ -102,7 +102,7 @@ test-docs: $(VENV)/test.stamp
 	$(PYTEST) tests/docs -m "not hosts" --ignore=tests/docs/test_benchmarks_run.py $(ARGS)
 
 test-bench-part: $(VENV)/test.stamp
-	$(BIN)/python -m pytest tests/docs/test_benchmarks_run.py -m slow --part $(PART)/11 -o faulthandler_timeout=300 $(ARGS)
+	$(BIN)/python -m pytest tests/docs/test_benchmarks_run.py -m slow --part $(PART)/11 -o faulthandler_timeout=600 $(ARGS)
 
 test-hosts: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -m "hosts and not slow" $(call with_mark,hosts) $(ARGS)
