@@ -192,6 +192,9 @@ def test_hooks_of_every_module_and_optimizer_are_registered_there_once() -> None
     def added_to(known: list[Any]) -> list[Any]:
         return [hook for hook in settings._read_hooks_of_all() if hook not in known]
 
+    named = [*vars(modules).items(), *vars(optimizers).items()]
+    registries = [found for name, found in named if name.startswith("_global_") and isinstance(found, dict)]
+    known = [set(found) for found in registries]
     before = settings._read_hooks_of_all()
     handles, x = register(), torch.ones(1)
     try:
@@ -209,10 +212,9 @@ def test_hooks_of_every_module_and_optimizer_are_registered_there_once() -> None
             assert sgd.param_groups[0]["lr"] == 2
             assert added_to(before) == here
     finally:
-        of_modules = modules._global_forward_pre_hooks, modules._global_forward_hooks
-        for hooks in (*of_modules, optimizers._global_optimizer_post_hooks):
-            for number in [number for number, hook in hooks.items() if hook in (doubled, halved, scaled, stepped)]:
-                del hooks[number]
+        for found, own in zip(registries, known, strict=True):
+            for number in found.keys() - own:
+                del found[number]
 
 
 def test_what_cannot_be_sent_is_told_and_the_others_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
