@@ -260,3 +260,25 @@ def test_where_it_can_not_be() -> None:
         with pytest.raises(ConfigurationError, match=r"LBFGS evaluates .* GradScaler.* Use use_amp='bf16'"):
             fit(model, loader, optim.LBFGS(model.parameters()), use_amp=amp)
     fit(model, loader, optim.LBFGS(model.parameters(), max_iter=2), use_amp="bf16", epochs=1)
+
+
+def test_an_optimizer_with_a_closure_in_place_of_one_of_several_is_named_also_beside_a_new_module() -> None:
+    class Replaces(AbstractCallback):
+        def on_batch_end(self) -> None:
+            loop = self.train_loop_obj
+            loop.model.further = nn.Linear(2, 2)
+            loop.optimizer.optimizer_list[1] = optim.LBFGS(loop.model.last.parameters())
+
+    class Both(TTBasicModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x))
+
+    model = Both()
+    several = MultiOptimizer([optim.SGD(part.parameters(), lr=0.1) for part in (model.first, model.last)])
+    loop = TrainLoop(model, DataLoader(make_data(), 10), None, None, several, nn.CrossEntropyLoss(), progress_bar=False)
+    with pytest.raises(ConfigurationError, match=r"LBFGS.*another kind than those of SGD, as one .* needs a closure"):
+        loop.fit(num_epochs=1, callbacks=[Replaces("replaces")])

@@ -125,7 +125,7 @@ class Gradients:
 
         Return True if all ranks have the same callbacks. Other settings that differ are an error.
         """
-        outdated, self.outdated = self.outdated or self._steps_others(), False
+        outdated, self.outdated = self._steps_others() or self.outdated, False
         self.take_rules()
         self._take_optimizers()
         if self.trained is None:
@@ -150,7 +150,7 @@ class Gradients:
 
     def follow_at_step_begin(self) -> None:
         """Follow what has changed within an epoch. In modes with ranks, wait until the others have the same change."""
-        outdated, self.outdated = self.outdated or self._steps_others(), False
+        outdated, self.outdated = self._steps_others() or self.outdated, False
         self._place.check_parameters()
         if outdated:
             self._take_optimizers()
@@ -192,13 +192,15 @@ class Gradients:
         if not now:
             loop.note(optimizer=self._multi_optimizer)
             raise ConfigurationError("tl.optimizer = None while training: each step needs an optimizer.")
-        kinds = [
-            {(needs_closure(one), getattr(one, "training_class", None)) for one in those} for those in (before, now)
-        ]
-        if kinds[0] != kinds[1]:
+        own, theirs = (
+            {(needs_closure(one), getattr(one, "training_class", None)): type(one).__name__ for one in those}
+            for those in (before, now)
+        )
+        if own.keys() != theirs.keys():
             loop.note(optimizer=self._multi_optimizer)
+            other = next((name for kind, name in theirs.items() if kind not in own), type(now[0]).__name__)
             raise ConfigurationError(
-                f"tl.optimizer = {type(now[0]).__name__}(...): its steps are of another kind than those of "
+                f"tl.optimizer = {other}(...): its steps are of another kind than those of "
                 f"{type(before[0]).__name__}, as one of them needs a closure. End training, and call fit again with it."
             )
 
