@@ -195,7 +195,7 @@ def test_hooks_of_every_module_and_optimizer_are_registered_there_once() -> None
     named = [*vars(modules).items(), *vars(optimizers).items()]
     registries = [found for name, found in named if name.startswith("_global_") and isinstance(found, dict)]
     known = [set(found) for found in registries]
-    before = settings._read_hooks_of_all()
+    before, without = settings._read_hooks_of_all(), dumped_settings()
     handles, x = register(), torch.ones(1)
     try:
         there, here = dumped_settings(), added_to(before)
@@ -211,6 +211,8 @@ def test_hooks_of_every_module_and_optimizer_are_registered_there_once() -> None
             sgd.step()
             assert sgd.param_groups[0]["lr"] == 2
             assert added_to(before) == here
+        apply_settings(without)  # as in a kept rank, after the caller has removed its hooks
+        assert added_to(before) == []
     finally:
         for found, own in zip(registries, known, strict=True):
             for number in found.keys() - own:

@@ -310,11 +310,18 @@ def _read_hooks_of_all() -> list[tuple[Any, Any, dict[str, bool]]]:
     return found
 
 
+_handles: list[tuple[Any, RemovableHandle]] = []
+"""The hooks that another process has sent, as :func:`_read_hooks_of_all` returns them, and their handles."""
+
+
 def _write_hooks_of_all(hooks: list[tuple[Any, Any, dict[str, bool]]]) -> None:
+    for hook, handle in [(hook, handle) for hook, handle in _handles if hook not in hooks]:  # for kept ranks
+        handle.remove()
+        _handles.remove((hook, handle))
     here = _read_hooks_of_all()  # of modules that are imported here and register hooks
     for register, hook, options in hooks:
         if (register, hook, options) not in here:
-            register(hook, **options)
+            _handles.append(((register, hook, options), register(hook, **options)))
 
 
 def _write_next_hook(number: int) -> None:
