@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from trainloop.optim.optimizers import optimizers_of
-from trainloop.optim.parameters import criterion_module
+from trainloop.optim.parameters import trained_modules
 
 _WRAPPED = "_checkpoint_wrapped_module"
 FLAGS = ("flags", "criterion_flags")
@@ -42,13 +42,8 @@ def set_flags(module: nn.Module, flags: Mapping[str, Mapping[str, bool]]) -> Non
 
 
 def _named_parameters(loop: Any) -> list[tuple[nn.Parameter, str]]:
-    modules = {"model": loop.model, "criterion": criterion_module(loop.criterion)}
-    return [
-        (p, f"{root}.{plain_name(name)}")
-        for root, module in modules.items()
-        if module is not None
-        for name, p in module.named_parameters()
-    ]
+    modules = zip(("model", "criterion"), trained_modules(loop.model, loop.criterion))
+    return [(p, f"{root}.{plain_name(name)}") for root, module in modules for name, p in module.named_parameters()]
 
 
 def plain_group_names(saved: list[list[list[str | None]]]) -> list[list[list[str | None]]]:
