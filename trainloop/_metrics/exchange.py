@@ -68,9 +68,13 @@ class Gathered:
         self, steps: Mapping[str, OwnSteps], totals: Mapping[str, OwnTotal] | None = None, attachment: Any = None
     ) -> Exchanged:
         """See :class:`Exchange`."""
+        if self._gather is None:
+            of_steps = {name: [entry] for name, entry in steps.items()}
+            of_epoch = {name: [entry] for name, entry in (totals or {}).items()}
+            return Exchanged(step_values(of_steps), of_epoch, [attachment])
         tables: list[Mapping[str, Any]] = [steps, totals or {}]
         mine = [dict(_shared(table)) for table in tables]
-        everyone = [(mine, attachment)] if self._gather is None else self._gather((mine, attachment))
+        everyone = self._gather((mine, attachment))
         found = [by_name([theirs[i] for theirs, _ in everyone]) for i in range(2)]
         for table, all_of_this_rank in zip(found, tables):
             table.update((name, [entry]) for name, entry in _unshared(all_of_this_rank))

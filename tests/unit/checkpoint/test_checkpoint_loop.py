@@ -225,11 +225,9 @@ def make_loop(
 ) -> TrainLoop:
     torch.manual_seed(1)
     model = model or Net()
-    options = {"seed": 3, "end_auto_eval": False, "progress_bar": False, **options}
+    options = {"criterion": nn.CrossEntropyLoss(), "seed": 3, "end_auto_eval": False, "progress_bar": False, **options}
     loader = DataLoader(make_data(), 10, shuffle=True) if loader is None else loader
-    return TrainLoop(
-        model, loader, optimizer=optimizer(model.parameters(), lr=0.01), criterion=nn.CrossEntropyLoss(), **options
-    )
+    return TrainLoop(model, loader, optimizer=optimizer(model.parameters(), lr=0.01), **options)
 
 
 def interrupted(where: Path, steps: int, loop: TrainLoop, *callbacks: Any, **arguments: Any) -> TrainLoop:
@@ -330,6 +328,32 @@ def test_generators_of_a_models_parts_and_of_an_optimizer_resume(mode: dict[str,
     again.fit(num_epochs=2, resume_from=middle)
     assert again.history["loss"] == whole.history["loss"]
     assert same(again.model.state_dict(), whole.model.state_dict())
+
+
+class NoisyPart:
+    def __init__(self) -> None:
+        self.generator = GENERATORS["numpy"]()
+
+    def __call__(self, y_pred: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(y_pred, y) * self.generator.random()
+
+
+class SumOfParts(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        return sum(part(self.layers(x), y) for part in criterion.values())
+
+
+def test_generators_of_a_criterions_parts_resume(tmp_path: Path) -> None:
+    def make() -> TrainLoop:
+        return make_loop(model=SumOfParts(), criterion={"plain": nn.CrossEntropyLoss(), "noisy": NoisyPart()})
+
+    whole, again = make(), make()
+    whole.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_steps=1, keep=None)])
+    middle = sorted(tmp_path.glob("*.pt"))[2]
+    with pytest.warns(UserWarning, match="callbacks not in this fit"):
+        again.fit(num_epochs=2, resume_from=middle)
+    assert again.history["loss"] == whole.history["loss"]
 
 
 @pytest.mark.long

@@ -160,6 +160,42 @@ def test_evaluations_do_not_advance_generators_of_the_model_and_the_dataset(mode
     assert torch.equal(*weights)
 
 
+class NoisyLoss:
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(6)
+
+    def __call__(self, y_pred: Tensor, y: Tensor) -> Tensor:
+        return torch.rand(1, generator=self.generator) * nn.functional.cross_entropy(y_pred, y)
+
+
+class NoisyLossModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = NoisyLoss()
+        self.generator = self.draws.generator
+        self.forward = self.draws
+
+
+class NamesItsLoss(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+        x, y = batch_data
+        return criterion["of classes"][0](self(x), y)
+
+
+@pytest.mark.parametrize("kind", [NoisyLoss, NoisyLossModule])
+def test_evaluations_do_not_advance_generators_of_a_criterion_in_a_dict(kind: Any) -> None:
+    histories = []
+    for auto_eval in (False, True):
+        torch.manual_seed(0)
+        loop = make_loop(NamesItsLoss(), end_auto_eval=auto_eval)
+        loop.criterion = {"of classes": [kind()]}
+        loop.fit(num_epochs=3)
+        histories.append(loop.history["loss"])
+    assert histories[0] == histories[1]
+
+
 class Prefetcher:
     """Its own iterator, which begins again in ``__iter__``."""
 

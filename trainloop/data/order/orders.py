@@ -6,7 +6,7 @@ import copy
 import operator
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -325,23 +325,39 @@ def _generators_of(loader: Any, parts: Mapping[str, Any]) -> dict[str, Generator
 def _add_generators(found: dict[str, Generator], attributes: Mapping[str, Any]) -> None:
     """Add the generators among attributes that have not been found yet."""
     for key, value in attributes.items():
-        generator = as_generator(value)
+        generator = None if value is None else as_generator(value)
         if generator is not None and all(generator != other for other in found.values()):
             found[key] = generator
 
 
 def generators_in(**holders: Any) -> dict[str, Generator]:
-    """Return the generators of Python, numpy and torch that are attributes of modules, or of other objects, by path."""
+    """Return the generators of Python, numpy and torch that are attributes of objects, by path.
+
+    Holders may be modules, with all modules inside them, or dicts and lists of objects.
+    """
     found: dict[str, Generator] = {}
     for name, holder in holders.items():
-        for path, part in holder.named_modules() if isinstance(holder, nn.Module) else (("", holder),):
-            attributes = getattr(part, "__dict__", {})
-            if not _BUILT_IN.issuperset(map(type, attributes.values())):
-                own = {
-                    f"{name}.{path}:{key}": value for key, value in attributes.items() if type(value) not in _BUILT_IN
-                }
-                _add_generators(found, own)
+        for path, part in _parts_of(name, holder):
+            _add_attributes(found, path, part)
     return found
+
+
+def _parts_of(name: str, holder: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(holder, nn.Module):
+        for path, part in holder.named_modules():
+            yield f"{name}.{path}", part
+    elif isinstance(holder, (Mapping, list, tuple)):
+        for key, one in holder.items() if isinstance(holder, Mapping) else enumerate(holder):
+            yield from _parts_of(f"{name}[{key}]", one)
+    else:
+        yield f"{name}.", holder
+
+
+def _add_attributes(found: dict[str, Generator], path: str, part: Any) -> None:
+    attributes = getattr(part, "__dict__", {})
+    if not _BUILT_IN.issuperset(map(type, attributes.values())):
+        own = {f"{path}:{key}": value for key, value in attributes.items() if type(value) not in _BUILT_IN}
+        _add_generators(found, own)
 
 
 def kept_in_checkpoints(states: Mapping[str, Any], plain: Callable[[Any, str], Any], name: str) -> dict[str, Any]:
@@ -370,15 +386,24 @@ def set_generator_states(loaders: Iterable[Any], states: Iterable[Mapping[str, A
 
 
 @contextmanager
-def generators_restored(loader: Any, **holders: Any) -> Iterator[None]:
-    """Let the block draw from the generators of a loader, its dataset and other objects without an effect afterwards.
+def generators_restored(loader: Any, modules: Sequence[nn.Module], criterion: Any) -> Iterator[None]:
+    """Let a block draw from generators of a loader, its dataset, modules and a criterion without an effect afterwards.
 
     A sampler that has a state of its own is not changed: it may be within a pass.
+
+    Parameters
+    ----------
+    loader
+    modules : sequence of Module
+        All modules of the model and of the criterion, with those inside them.
+    criterion
     """
     loader = loader.loader if isinstance(loader, SplitBatches) else loader
-    parts = parts_of_loader(loader)
-    own = {name: one for name, one in _generators_of(loader, parts).items() if not isinstance(one, _OfState)}
-    own |= generators_in(**datasets_of(loader, parts), **holders)
+    of_loader = parts_of_loader(loader)
+    own = {name: one for name, one in _generators_of(loader, of_loader).items() if not isinstance(one, _OfState)}
+    plain = [] if isinstance(criterion, nn.Module) else [one for _, one in _parts_of("", criterion)]
+    for number, part in enumerate((*datasets_of(loader, of_loader).values(), *modules, *plain)):
+        _add_attributes(own, str(number), part)
     before = {name: one.get_state() for name, one in own.items()}
     try:
         yield

@@ -35,19 +35,27 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 @contextmanager
-def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Switch modules to evaluation mode without gradients; at the end, restore the mode of each."""
-    before = [(part, part.training) for module in modules for part in module.modules()]
+def evaluating(*modules: nn.Module, parts: Sequence[nn.Module] | None = None) -> Iterator[None]:
+    """Switch modules to evaluation mode without gradients; at the end, restore the mode of each.
+
+    ``parts``: all modules, with those inside them, if they are known.
+    """
+    if parts is None:
+        parts = [part for module in modules for part in module.modules()]
+    before = [part.training for part in parts]
     try:
         for module in modules:
             module.eval()  # inside ``try``, since Ctrl-C may interrupt it
         with torch.no_grad():
             yield
     finally:
-        for module, training in before:
+        for part, training in zip(parts, before, strict=True):
             # Predictions may switch dropout on (Monte Carlo dropout). Reading is ten times as fast as assigning.
-            if module.training is not training:
-                module.training = training
+            if part.training is not training:
+                if "training" in part.__dict__:  # nn.Module.__setattr__ first searches parameters, modules and buffers
+                    part.__dict__["training"] = training
+                else:  # a scripted module, or a property
+                    part.training = training
 
 
 def mean_loss(

@@ -396,18 +396,19 @@ class Run:
         """
         # A criterion may have dropout, statistics or a memory, too.
         modules = trained_modules(self.loop.model, self.loop.criterion)
+        parts = [part for module in modules for part in module.modules()]
         # A separate recorder, since the training's recorder may be in the middle of an epoch.
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
         buffers = _buffers_of_rank_0(modules) if self.parallel else nullcontext()
         loop = self.loop
         own: AbstractContextManager[None] = nullcontext()
         if self.trains:
-            own = generators_restored(loop.train_loader, model=loop.model, criterion=loop.criterion)
+            own = generators_restored(loop.train_loader, parts, loop.criterion)
         layers = of_this_rank(loop.model) if loop.sync_batchnorm else nullcontext()
         passes, self._passes = self._passes, self._passes + 1
         recorder.batch_size = 1  # a hook's logs are not logs of a batch
         try:
-            with buffers, self.listening(recorder), layers, evaluating(*modules), rng.isolated(), own:
+            with buffers, self.listening(recorder), layers, evaluating(*modules, parts=parts), rng.isolated(), own:
                 for hook in hooks.on_evaluation_begin:
                     hook(info)
                 # A hook may have assigned the criterion of the evaluation.
