@@ -27,7 +27,7 @@ from trainloop.optim import MultiLoss
 from trainloop.optim.losses import split_yielded
 from trainloop.optim.parameters import own_parameters
 from trainloop.parallel.replicas import scatter as parts
-from trainloop.parallel.replicas.attributes import SetAttributes, WatchedTensors, explain_replica
+from trainloop.parallel.replicas.attributes import RegisteredParts, SetAttributes, WatchedTensors, explain_replica
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, copy_attributes
 
 _T = TypeVar("_T")
@@ -330,16 +330,19 @@ class _Watched:
         modules = [(module, copies) for module, copies in replicated if tensors and isinstance(module, nn.Module)]
         self._tensors = [(WatchedTensors(module, values), copies) for module, copies in modules]
         self._attributes = [SetAttributes(module, copies) for module, copies in replicated]
+        own = [(module, copies) for module, copies in replicated if isinstance(module, nn.Module)]
+        self._registered = [RegisteredParts(module, copies) for module, copies in own]
 
     def check_and_keep(self) -> tuple[list[str], list[str]]:
         """Raise an error for tensors that differ, and keep attributes that are alike.
 
         Return the names of attributes that are lost, and of those that replicas share and have changed in place.
         """
+        lost = [name for registered in self._registered for name in registered.keep()]
         for tensors, copies in self._tensors:
             tensors.check(copies)
         shared = [name for attributes in self._attributes for name in attributes.shared_changes()]
-        return [name for attributes in self._attributes for name in attributes.keep()], shared
+        return lost + [name for attributes in self._attributes for name in attributes.keep()], shared
 
 
 def _check_cpu_replicas(module: nn.Module, devices: Any, device_ids: Any, output_device: Any) -> None:

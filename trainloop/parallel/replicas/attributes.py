@@ -72,7 +72,9 @@ class WatchedTensors:
                 continue
             first: Any = own[0]
             same = is_buffer and all(isinstance(t, Tensor) and torch.equal(t.to(first.device), first) for t in own)
-            if replaced or not same:
+            if same and replaced:  # a table that grows with the longest batch, for example
+                setattr(self._module.get_submodule(path), name, first.detach())
+            elif not same:
                 shown = f"{path}.{name}" if path else name
                 raise ConfigurationError(
                     f"gpu_mode='dp': get_loss changes {shown}, but each replica has only a part of the batch, so "
@@ -86,6 +88,71 @@ _OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 def _place_of(tensor: Tensor) -> list[int]:
     return [part.data_ptr() for part in dense_parts(tensor)]
+
+
+class RegisteredParts:
+    """Find what a method registers in replicas of a module; keep what is the same for all of them.
+
+    A buffer may be computed at the first forward, and a module of the model may get another name (``self.head =
+    self.heads[task]``). A new module or parameter would be lost, with what the optimizer is to train.
+
+    Parameters
+    ----------
+    module : nn.Module
+    replicas : list of nn.Module
+    """
+
+    def __init__(self, module: nn.Module, replicas: list[nn.Module]) -> None:
+        self._modules = dict(module.named_modules())
+        self._replicas = [dict(replica.named_modules()) for replica in replicas]
+        self._before = {
+            path: (dict(part._modules), {*part._parameters}, {*part._buffers})
+            for path, part in self._replicas[0].items()
+            if not isinstance(part, torch.jit.ScriptModule)
+        }
+        self._paths = [{id(part): path for path, part in parts.items()} for parts in self._replicas]
+
+    def keep(self) -> list[str]:
+        """Register these parts in the module; return the names of buffers that differ between replicas, and are lost.
+
+        Raises
+        ------
+        ConfigurationError
+            If a new module or parameter is registered, or one is removed; the message names it.
+        """
+        lost = []
+        for path, (modules, parameters, buffers) in self._before.items():
+            part, copies = self._modules[path], [parts[path] for parts in self._replicas]
+            first, prefix = copies[0], f"{path}." if path else ""
+            for name, child in first._modules.items():
+                if name not in modules or child is not modules[name]:
+                    part._modules[name] = self._own(prefix + name, [copy._modules.get(name) for copy in copies])
+            for name in [*(modules.keys() - first._modules.keys()), *(parameters ^ first._parameters.keys())]:
+                raise _lost_part(prefix + name)
+            for name in first._buffers.keys() - buffers:
+                own = [copy._buffers.get(name) for copy in copies]
+                if all(_same_value(other, own[0]) for other in own):
+                    part.register_buffer(name, own[0], persistent=name in first.state_dict())
+                else:
+                    lost.append(prefix + name)
+        return lost
+
+    def _own(self, name: str, children: list[nn.Module | None]) -> nn.Module | None:
+        """Return the module's own part for one that each replica has registered as ``name``."""
+        paths = {paths.get(id(child)) for child, paths in zip(children, self._paths)}
+        if len(paths) == 1 and None not in paths:
+            return self._modules[paths.pop()]
+        if any(child is not children[0] for child in children):
+            raise _lost_part(name)
+        return children[0]
+
+
+def _lost_part(name: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"gpu_mode='dp': {name} is registered, replaced or removed while the model runs, but each replica is a copy "
+        "for one call, so that the change would be lost. Make it before fit (call the model once, if the first forward "
+        "pass creates parameters) or in a callback, or use gpu_mode='ddp' or 'single'."
+    )
 
 
 class SetAttributes:

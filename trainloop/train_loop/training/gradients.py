@@ -161,6 +161,17 @@ class Gradients:
             self.trained.meet()
             self._follow(self.trained)
 
+    def now_learned(self) -> list[Tensor]:
+        """Return :attr:`learned`, with what ``get_loss`` itself has added in this step.
+
+        In modes with ranks, this is followed at the next step, by all ranks.
+        """
+        stepped = self._now_stepped()
+        if self.trained is None and (self.outdated or not _are_same(stepped, self._stepped)):
+            self._stepped = stepped
+            self._take_parameters()
+        return self.learned
+
     def _now_stepped(self) -> list[Tensor]:
         return [parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)]
 

@@ -81,7 +81,7 @@ class AlternatingTraining(Training):
         while (indices := self._backward_of_next(step, generators, counts, shown)) is not None:
             optimizers = [gradients.optimizers[i] for i in indices]
             several = len(gradients.optimizers) > 1
-            parameters = [p for o in optimizers for p in parameters_of(o)] if several else gradients.learned
+            parameters = [p for o in optimizers for p in parameters_of(o)] if several else gradients.now_learned()
             gradients.complete(parameters)
             gradients.show_and_clip(zip(indices, optimizers, strict=True), parameters)
             gradients.take_steps(optimizers)
@@ -245,7 +245,7 @@ class ClosureTraining(Training):
             with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
                 value = forward_backward(self._batches, first=first, wants_loss=True)
                 # Clip in every run: otherwise a line search would compare clipped with unclipped gradients.
-                gradients.show_and_clip(enumerate(gradients.optimizers), gradients.learned)
+                gradients.show_and_clip(enumerate(gradients.optimizers), gradients.now_learned())
             first = False
             self.stage = "step"
             assert value is not None  # because of wants_loss

@@ -221,13 +221,12 @@ class TrainedParameters:
         in_ddp = isinstance(wrapper, TTDistributedDataParallel)
         if in_ddp and comm_hooks_of(wrapper):
             return
-        named: dict[str, Tensor] = {}
-        if in_ddp:
-            named = {
-                name: p
-                for name, p in self._model.named_parameters()
-                if name not in wrapper.parameters_to_ignore and type(p) is nn.Parameter
-            }
+        ignored = wrapper.parameters_to_ignore if in_ddp else ()
+        named = {  # in fsdp, those that are whole on each rank
+            name: p
+            for name, p in self._model.named_parameters()
+            if name not in ignored and type(p) is nn.Parameter and not is_sharded(p)
+        }
         named.update(self._beside)
         # Sums of bits, not of values: NaN is equal to itself, and no rounding hides a difference.
         sums = bit_sums(list(named.values()))

@@ -746,7 +746,7 @@ class Training(Run):
                         scaled_losses.append(scaled.detach())
         if self._functions is not None and batches:  # without a batch, this rank has not called get_loss
             self.functions_seen()
-        factor = None if whole else gradients.complete(gradients.learned)
+        factor = None if whole else gradients.complete(gradients.now_learned())
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
 
     @contextmanager
@@ -802,7 +802,7 @@ class Training(Run):
         """Step the optimizers and clear gradients; then call the hooks at the end of a step."""
         gradients = self.gradients
         if self.loop.gradient_clip_norm is not None or self.hooks.on_after_gradient_update or gradients.scales:
-            gradients.show_and_clip(enumerate(gradients.optimizers), gradients.learned)
+            gradients.show_and_clip(enumerate(gradients.optimizers), gradients.now_learned())
         gradients.take_steps(gradients.optimizers)
         for optimizer in gradients.optimizers:  # for their memory
             drop_gradients(optimizer)

@@ -1,0 +1,144 @@
+"""What a model registers while it runs: in dp, as in one process, or an error that names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainloop import TrainLoop, TTBasicModel
+from trainloop.errors import ConfigurationError
+
+X = torch.randn(32, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+ROWS = TensorDataset(X, X.sum(1, keepdim=True))
+
+
+class Net(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList([nn.Linear(3, 1, dtype=torch.float64) for _ in range(2)])
+        self.calls = 0
+
+    def forward(self, x: Any) -> Any:
+        return self.heads[0](x)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        self.calls += 1
+        return super().get_loss(batch_data, criterion, device)
+
+
+class ComputesATable(Net):
+    table: Tensor
+
+    def forward(self, x: Any) -> Any:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.linspace(0, 1, 3, dtype=torch.float64), persistent=False)
+        return self.heads[0](x * self.table)
+
+
+class GrowsATable(Net):
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, x: Any) -> Any:
+        if len(self.table) < 3:
+            self.table = torch.linspace(0, 1, 3, dtype=torch.float64)
+        return self.heads[0](x * self.table)
+
+
+class NamesItsHead(Net):
+    def forward(self, x: Any) -> Any:
+        self.head = self.heads[self.calls % 2]
+        return self.head(x)
+
+
+class AddsAHead(Net):
+    def forward(self, x: Any) -> Any:
+        if self.calls == 3 and not hasattr(self, "more"):
+            self.more = nn.Linear(3, 1, dtype=torch.float64)
+        return super().forward(x)
+
+
+class AddsAParameter(Net):
+    def forward(self, x: Any) -> Any:
+        if self.calls == 3:
+            self.heads[0].register_parameter("scale", nn.Parameter(torch.ones(1, dtype=torch.float64)))
+        return super().forward(x)
+
+
+class ReplacesAHead(Net):
+    def forward(self, x: Any) -> Any:
+        if self.calls == 3:
+            self.heads[1] = nn.Linear(3, 1, dtype=torch.float64)
+        return super().forward(x)
+
+
+class RemovesAHead(Net):
+    def forward(self, x: Any) -> Any:
+        if self.calls == 3:
+            del self.heads[1]
+        return super().forward(x)
+
+
+class CentresOnItsPart(Net):
+    def forward(self, x: Any) -> Any:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", x.mean(0))
+        return super().forward(x)
+
+
+def trained(model: Net, mode: str) -> Net:
+    options: dict[str, Any] = {"devices": 2} if mode == "dp" else {}
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    loop = TrainLoop(
+        model,
+        DataLoader(ROWS, 8),
+        optimizer=optimizer,
+        criterion=nn.MSELoss(),
+        gpu_mode=mode,
+        accelerator="cpu",
+        progress_bar=False,
+        **options,
+    )
+    return loop.fit(num_epochs=2)
+
+
+@pytest.mark.parametrize("kind", [ComputesATable, GrowsATable])
+def test_a_buffer_that_all_replicas_compute_alike_is_the_models(kind: Any) -> None:
+    alone, replicated = (trained(kind(), mode) for mode in ("single", "dp"))
+    assert torch.equal(replicated.table, alone.table)
+    assert replicated.state_dict().keys() == alone.state_dict().keys()
+    assert torch.allclose(replicated.heads[0].weight, alone.heads[0].weight, rtol=1e-12)
+
+
+def test_another_name_of_a_part_is_that_of_one_process() -> None:
+    alone, replicated = (trained(NamesItsHead(), mode) for mode in ("single", "dp"))
+    assert replicated.head is replicated.heads[0]
+    assert replicated.state_dict().keys() == alone.state_dict().keys()
+    assert torch.allclose(replicated.heads[1].weight, alone.heads[1].weight, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (AddsAHead, "more"),
+        (AddsAParameter, "heads.0.scale"),
+        (ReplacesAHead, "heads.1"),
+        (RemovesAHead, "heads.1"),
+    ],
+)
+def test_a_part_that_would_be_lost_is_an_error_in_any_step(kind: Any, what: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"gpu_mode='dp': {what} is registered, replaced or removed"):
+        trained(kind(), "dp")
+
+
+def test_a_buffer_that_depends_on_the_part_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="get_loss changes mean"):
+        trained(CentresOnItsPart(), "dp")
