@@ -222,7 +222,7 @@ class TrainedParameters:
         if in_ddp and comm_hooks_of(wrapper):
             return
         ignored = wrapper.parameters_to_ignore if in_ddp else ()
-        named = {  # in fsdp, those that are whole on each rank
+        named: dict[str, Tensor] = {  # in fsdp, those that are whole on each rank
             name: p
             for name, p in self._model.named_parameters()
             if name not in ignored and type(p) is nn.Parameter and not is_sharded(p)
