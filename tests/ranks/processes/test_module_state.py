@@ -52,6 +52,13 @@ def shift(x):
 def other(x):
     return x - 1
 """,
+    "parts": """
+class Times:
+    def __init__(self, factor):
+        self.factor = factor
+    def __call__(self, x):
+        return self.factor * x
+""",
     "lazy": """
 DEPTH = 1
 def build():
@@ -59,12 +66,12 @@ def build():
 """,
 }
 SCRIPT = """
-import argparse, contextlib, io, json, os, sys, warnings
+import argparse, contextlib, functools, io, json, os, sys, warnings
 sys.dont_write_bytecode = True  # the test edits a file within a second
 import numpy, torch
 import torch.nn.functional as F
 import torch.distributed as dist
-import conf, ops, lazy
+import conf, ops, lazy, parts
 from trainloop._launch import keeping, launch
 from trainloop.tuning import tune
 
@@ -78,6 +85,10 @@ def readings(stop):
         "class": [conf.Options.lr, conf.Options.Inner.depth, conf.Options.double(1), conf.Options().triple(1)],
         "functions": [ops.shift(1), ops.other(1), ops.scale(1)],
         "library": [float(torch.nn.functional.gelu(torch.ones(()))), torch.nn.Linear.extra_repr(torch.nn.Linear(1, 1))],
+        "library's attributes": [
+            torch.nn.Linear(1, 1).gain, torch.nn.Linear.half(4), torch.nn.Bilinear(3)(4),
+            torch.nn.functional.silu(2), torch.nn.functional.mish(2),
+        ],
         "rank": [conf.RANK, conf.IS_FIRST, ops.IS_FIRST],
         "imported later": "lazy" in sys.modules,
     }
@@ -86,6 +97,9 @@ def readings(stop):
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
     return everybody
+
+def power(x, exponent):
+    return x ** exponent
 
 def code(stop):
     import lazy
@@ -116,6 +130,10 @@ def main():
     lazy.DEPTH = 9
     F.gelu = lambda x: x * 5
     torch.nn.Linear.extra_repr = lambda self: "mine"
+    torch.nn.Linear.gain = property(lambda self: 2)
+    torch.nn.Linear.half = staticmethod(lambda x: x / 2)
+    F.silu, F.mish = functools.partial(power, exponent=3), parts.Times(7)
+    torch.nn.Bilinear = parts.Times
     found = {}
     for method in ("forkserver", "spawn"):
         with warnings.catch_warnings(record=True) as here:
@@ -168,6 +186,7 @@ def test_what_the_script_sets_in_its_modules(tmp_path: Path) -> None:
                 "class": [0.5, 7, 20, 30],
                 "functions": [101, 0, 10],
                 "library": [5.0, "mine"],
+                "library's attributes": [2, 2.0, 12, 8, 14],
                 "rank": [rank, rank == 0, rank == 0],
                 "imported later": False,
                 "lazy": 9,

@@ -4,7 +4,8 @@ The caller describes the attributes of the user's modules and classes (:func:`du
 objects are sent, functions and classes are named. Once a rank has imported such a module, it compares the attributes
 with its own, and writes those that differ (:func:`receive_modules`). Only differences count, so an unchanged module
 costs one comparison, and values that the import derives from the rank (``LOCAL_RANK = int(os.environ[...])``) stay.
-Functions that the script has replaced in other libraries are sent, too, where the script's modules refer to them.
+Functions, classes and objects of the script that it has put into other libraries are sent, too, where its modules refer
+to these libraries.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ _MOST_IN_ALL = 16 << 20
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _METHODS = (staticmethod, classmethod, property)
+_PYTHONS = frozenset({  # most values of libraries have these types
+    *_ATOMS, dict, frozenset, list, set, tuple, types.BuiltinFunctionType, types.GetSetDescriptorType,
+    types.MemberDescriptorType, types.MethodDescriptorType, types.ModuleType, types.WrapperDescriptorType,
+})  # fmt: skip
 _WITHOUT_STATE = ("typing", "__future__", "logging", "re", "abc", "_abc", "threading", "_thread", "weakref")
 _COMPILERS_OWN = re.compile(r"__\w*_\d")
 _MISSING = object()
@@ -72,8 +77,10 @@ def dumped_modules() -> bytes:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # objects may warn if their attributes are read or pickled
         found = {name: dict(_sent_values(module, limit)) for name, module in users.items()}
-        for name, path, function in _patches(users):
-            found.setdefault(name, {})[path] = _sent_function(function, name, path, None)
+        for name, path, value in _patches(users):
+            of_code = isinstance(value, (*_FUNCTIONS, *_METHODS))
+            sent = _sent_function(value, name, path, None) if of_code else _sent_object(value, limit)
+            found.setdefault(name, {})[path] = sent
     return pickle.dumps(found)
 
 
@@ -93,21 +100,36 @@ class LoadedCode:
     def __init__(self) -> None:
         users = users_modules()
         self._specs = {name: module.__spec__ for name, module in users.items()}  # reloading creates a new one
-        self._patches = {(name, path): function for name, path, function in _patches(users)}
+        self._patches = {(name, path): value for name, path, value in _patches(users)}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LoadedCode):
             return NotImplemented
         both = self._specs.keys() & other._specs.keys()
-        return all(self._specs[name] is other._specs[name] for name in both) and self._patches == other._patches
+        pairs = [(self._specs[name], other._specs[name]) for name in both]
+        pairs += [(value, other._patches.get(place)) for place, value in self._patches.items()]
+        return all(one is another for one, another in pairs) and self._patches.keys() == other._patches.keys()
 
     __hash__ = None  # type: ignore[assignment]  # only compared
 
 
 def _patches(users: Mapping[str, types.ModuleType]) -> Iterator[tuple[str, str, Any]]:
-    """Find functions of the user in modules and classes of libraries to which the user's modules refer."""
-    programs = [*users.values(), sys.modules["__main__"]]
-    own = {id(vars(module)) for module in programs}
+    """Find what the user has put into modules and classes of libraries to which the user's modules refer.
+
+    These are functions, methods and properties of the user's modules, classes, and objects of these classes.
+    """
+    programs, function = [*users.values(), sys.modules["__main__"]], types.FunctionType
+    own, names = {id(vars(module)) for module in programs}, {*users, "__main__"}
+
+    def is_users(value: Any) -> bool:
+        kind = type(value)  # not isinstance: torch has objects whose __class__ warns
+        if kind in _METHODS or kind is partial:
+            value = value.fget if kind is property else value.func if kind is partial else value.__func__
+            kind = type(value)
+        if kind is function:
+            return id(value.__globals__) in own
+        return (value if issubclass(kind, type) else kind).__module__ in names
+
     named: dict[int, Any] = {}
     found: list[Any] = [
         *programs,
@@ -123,18 +145,15 @@ def _patches(users: Mapping[str, types.ModuleType]) -> Iterator[tuple[str, str, 
         }
         found = [value for key, value in inside.items() if type(value) is types.ModuleType and key not in named]
         named.update(inside)
-    function = types.FunctionType
     for owner in named.values():
-        patched = [
-            (path, value)
-            for path, value in list(vars(owner).items())
-            if type(value) is function and id(value.__globals__) in own
-        ]
-        name, prefix = owner.__name__, ""
-        if patched and isinstance(owner, type):
-            name, prefix = owner.__module__, f"{owner.__qualname__}."
-        if name not in users and name != "__main__" and name in sys.modules and "<locals>" not in prefix:
-            yield from ((name, prefix + path, value) for path, value in patched)
+        is_class = isinstance(owner, type)
+        module, prefix = (owner.__module__, f"{owner.__qualname__}.") if is_class else (owner.__name__, "")
+        if module in names or module not in sys.modules or "<locals>" in prefix:
+            continue
+        for path, value in list(vars(owner).items()):
+            kind = type(value)
+            if id(value.__globals__) in own if kind is function else kind not in _PYTHONS and is_users(value):
+                yield module, prefix + path, value
 
 
 def _is_own(value: Any) -> bool:
@@ -406,7 +425,9 @@ class _Receiver:
             if not isinstance(own, types.FunctionType) and path in rank_dependent(module.__name__):
                 continue
             try:
-                self._set_sent(owner, name, own, sent, put)
+                # A library's function may use the object, without an import of the user's module that has its class.
+                imports = self._late is None and file is not None and in_library(file)
+                self._set_sent(owner, name, own, sent, put, imports=imports)
             except Exception as error:
                 if self._late is not None:
                     self._late.append((module, path))
@@ -445,13 +466,15 @@ class _Receiver:
         found = _sent_object(own, _Limit(_MOST_IN_ALL))
         return found[:2] == sent[:2]
 
-    def _set_sent(self, owner: Any, name: str, own: Any, sent: _Sent, put: Callable[[Any], object]) -> None:
+    def _set_sent(
+        self, owner: Any, name: str, own: Any, sent: _Sent, put: Callable[[Any], object], *, imports: bool
+    ) -> None:
         if sent.kind == "unsent":
             raise TypeError(sent.extra)
         if sent.kind == "atom":
             new = sent.value
         elif sent.kind == "pickle":
-            new = self._unpickled(sent.value)
+            new = self._unpickled(sent.value, imports=imports)
         elif isinstance(sent.extra, bytes):
             new = self._unpickled(sent.extra)
         else:
@@ -465,9 +488,9 @@ class _Receiver:
         if merged is not own:
             put(merged)
 
-    def _unpickled(self, stream: bytes) -> Any:
+    def _unpickled(self, stream: bytes, *, imports: bool = False) -> Any:
         with load_device(self._device):
-            return _Unpickler(io.BytesIO(stream), self.sent).load()
+            return _Unpickler(io.BytesIO(stream), {} if imports else self.sent).load()
 
     def _warn(self, module: types.ModuleType, path: str, own: Any, reason: str) -> None:
         if self._warns:
@@ -485,7 +508,7 @@ class _Unpickler(pickle.Unpickler):
         self._users = users
 
     def find_class(self, module: str, name: str) -> Any:
-        """Find a class, but don't import modules of the user that this rank has not imported so far."""
+        """Find a class, but don't import ``users``' modules that this rank has not imported so far."""
         if module in self._users and module not in sys.modules:
             raise _NotImportedError(f"the ranks have not imported {module}")
         return super().find_class(module, name)
