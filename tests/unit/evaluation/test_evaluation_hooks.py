@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -376,3 +377,24 @@ def test_a_criterion_assigned_when_an_evaluation_begins_is_that_of_the_evaluatio
         expected = plain(tl.model(x), y).item()
     assert tl.history["val_loss"] == [pytest.approx(expected, rel=1e-5)]
     assert tl.criterion is not plain
+
+
+def test_a_part_that_is_assigned_when_an_evaluation_begins_is_evaluated() -> None:
+    class Swaps(AbstractCallback):
+        def on_evaluation_begin(self, dataset_info: Any) -> None:
+            model: Any = self.train_loop_obj.model
+            self.before, model.fc = model.fc, nn.Sequential(model.fc, nn.Dropout(0.5))
+
+        def on_evaluation_end(self, dataset_info: Any) -> None:
+            model: Any = self.train_loop_obj.model
+            modes.append(model.fc[1].training)
+            model.fc = self.before
+
+    modes: list[bool] = []
+    torch.manual_seed(0)
+    plain, swaps = (make_loop(copy.deepcopy(model)) for model in [Net()] * 2)
+    for loop, callbacks in ((plain, []), (swaps, [Swaps()])):
+        loop.validation_loader = DataLoader(make_data(17, seed=5), 16)
+        loop.fit(num_epochs=2, callbacks=callbacks)
+    assert modes == [False] * 2
+    assert swaps.history["val_loss"] == plain.history["val_loss"]

@@ -411,9 +411,12 @@ class Run:
             with buffers, self.listening(recorder), layers, evaluating(*modules, parts=parts), rng.isolated(), own:
                 for hook in hooks.on_evaluation_begin:
                     hook(info)
-                # A hook may have assigned the criterion of the evaluation.
-                now = trained_modules(loop.model, loop.criterion) if hooks.on_evaluation_begin else modules
-                further = [module for module in now if module not in modules]
+                further: list[nn.Module] = []
+                if hooks.on_evaluation_begin:  # a hook may have assigned a criterion, or a part of the model
+                    known = set(map(id, parts))
+                    now = [p for m in trained_modules(loop.model, loop.criterion) for p in m.modules()]
+                    # The plain module is the one around a dict of criteria.
+                    further = [part for part in now if id(part) not in known and type(part) is not nn.Module]
                 with evaluating(*further) if further else _NOTHING:
                     yield recorder
         finally:
