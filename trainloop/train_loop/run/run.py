@@ -96,6 +96,8 @@ class Run:
         self.display = Display(loop.progress_bar and loop.is_global_zero)
         self.recorder = Recorder()
         self.sink: Callable[..., None] | None = None
+        self._sink_of_parts: Callable[..., None] | None = None
+        self._heard: list[tuple[nn.Module, Any]] = []  # modules that log, each with its sink before
         """Function that currently receives logs: a method of the training's or an evaluation's recorder."""
         self.history_epoch = max(loop.epoch - 1, 0)
         """Epoch for which values are currently logged; outside of training, the last epoch."""
@@ -405,10 +407,11 @@ class Run:
         if self.trains:
             own = generators_restored(loop.train_loader, parts, loop.criterion)
         layers = of_this_rank(loop.model) if loop.sync_batchnorm else nullcontext()
+        modes = evaluating(*modules, parts=parts)
         passes, self._passes = self._passes, self._passes + 1
         recorder.batch_size = 1  # a hook's logs are not logs of a batch
         try:
-            with buffers, self.listening(recorder), layers, evaluating(*modules, parts=parts), rng.isolated(), own:
+            with buffers, self.listening(recorder, parts), layers, modes, rng.isolated(), own:
                 for hook in hooks.on_evaluation_begin:
                     hook(info)
                 further: list[nn.Module] = []
@@ -417,6 +420,7 @@ class Run:
                     now = [p for m in trained_modules(loop.model, loop.criterion) for p in m.modules()]
                     # The plain module is the one around a dict of criteria.
                     further = [part for part in now if id(part) not in known and type(part) is not nn.Module]
+                    self.listen_to_parts(further)
                 with evaluating(*further) if further else _NOTHING:
                     yield recorder
         finally:
@@ -431,24 +435,37 @@ class Run:
     # -- logs --------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def listening(self, recorder: Recorder) -> Iterator[None]:
-        """Send all values that the model, the callbacks and the loop log to this recorder."""
-        model = self.loop.model
-        # By the class: isinstance asks an ABC, which takes ten times as long.
-        parts = [module for module in model.modules() if TTModel in type(module).__mro__]
-        # Through __dict__: nn.Module.__setattr__ first searches parameters, modules and buffers.
-        before = [part.__dict__.get("_log_sink") for part in parts]
+    def listening(self, recorder: Recorder, parts: Iterable[nn.Module] | None = None) -> Iterator[None]:
+        """Send all values that the model, the callbacks and the loop log to this recorder.
+
+        ``parts``: all modules of the model and of the criterion, if they are known.
+        """
+        before = self.sink, self._sink_of_parts, self._heard
         # Don't import torch._dynamo here, which takes a second: before its import, nothing can be compiled.
-        sink = partial(_log_outside_of_graphs(), recorder) if "torch._dynamo" in sys.modules else recorder.log
-        own_before, self.sink = self.sink, sink
-        for part in parts:
-            part.__dict__["_log_sink"] = sink
+        self.sink = partial(_log_outside_of_graphs(), recorder) if "torch._dynamo" in sys.modules else recorder.log
+        self._sink_of_parts, self._heard = self.sink_of_parts(recorder), []
         try:
+            self.listen_to_parts(parts)
             yield
         finally:
-            self.sink = own_before
-            for part, sink in zip(parts, before, strict=True):
+            for part, sink in self._heard:
                 part.__dict__["_log_sink"] = sink
+            self.sink, self._sink_of_parts, self._heard = before
+
+    def sink_of_parts(self, recorder: Recorder) -> Callable[..., None] | None:
+        """Return the function that modules call to log a value."""
+        return self.sink
+
+    def listen_to_parts(self, parts: Iterable[nn.Module] | None = None) -> None:
+        """Listen to modules, too, that hooks have put into the model or the criterion since :meth:`listening` began."""
+        if parts is None:
+            parts = [p for module in trained_modules(self.loop.model, self.loop.criterion) for p in module.modules()]
+        for part in parts:
+            # By the class: isinstance asks an ABC, which takes ten times as long. And through __dict__:
+            # nn.Module.__setattr__ first searches parameters, modules and buffers.
+            if TTModel in type(part).__mro__ and part.__dict__.get("_log_sink") is not self._sink_of_parts:
+                self._heard.append((part, part.__dict__.get("_log_sink")))
+                part.__dict__["_log_sink"] = self._sink_of_parts
 
     def flush_logs(self, *, exchange: bool = False) -> None:
         """Read the logs and pass them to ``on_log``. Collective. Waits for the device.

@@ -156,7 +156,7 @@ class Training(Run):
         try:
             with self.listening(self.recorder):
                 self._prepare()
-            with self.listening(self.recorder):  # in each epoch, since hooks may have changed the model
+            with self.listening(self.recorder):  # again: torch._dynamo may have been imported
                 ended_by = 0
                 while not (ended_by or self.ended or self.is_done()):
                     steps = self._begin_epoch()
@@ -531,9 +531,10 @@ class Training(Run):
         settings = requested_settings(self, gather=self._job.gather, resume=None) if self.parallel else {}
         self._same_callbacks = self.gradients.follow_at_epoch_begin(settings)
         self._checks_backward = self.gradients.combines
+        parts = [part for module in trained_modules(loop.model, loop.criterion) for part in module.modules()]
+        self.listen_to_parts(parts)
         # Without the mode of torch's functions in later steps, torch.compile would compile again.
-        trained = trained_modules(loop.model, loop.criterion)
-        self._sees_functions = any(is_compiled(part) for module in trained for part in module.modules())
+        self._sees_functions = any(map(is_compiled, parts))
         if self._sees_functions or self._functions is not None or loop.global_step >= self._looks_again:
             self._functions, self._looks_again = [], loop.global_step + _STEPS_BETWEEN_LOOKS
         if self._kept_in_eval is None:
@@ -795,6 +796,8 @@ class Training(Run):
             hook()
         if getattr(self.loop.criterion, "reduction", None) != self.gradients.reduction:  # changed in place
             self.gradients.take_rules()
+        if self.gradients.outdated:  # a module was registered
+            self.listen_to_parts()
         if not i and (hooks.in_steps or self.gradients.outdated or self.gradients.trained is not None):
             self.gradients.follow_at_step_begin()
 

@@ -278,9 +278,8 @@ class WholeStepTraining(Training):
             self.undo.callback(self._detach)
         self._whole = torch.compile(whole_step, fullgraph=True, mode=mode, backend=self.backend)
 
-    @contextmanager
-    def listening(self, recorder: Recorder) -> Iterator[None]:
-        """Send logs to the recorder.
+    def sink_of_parts(self, recorder: Recorder) -> Callable[..., None]:
+        """Return the function that modules call to log a value.
 
         Values that the graph logs are outputs of the graph, and are sent after the step.
         """
@@ -294,11 +293,7 @@ class WholeStepTraining(Training):
             else:
                 log(name, value, asked, batch_size)
 
-        with super().listening(recorder):
-            for part in self.loop.model.modules():
-                if part.__dict__.get("_log_sink") is self.sink:
-                    part.__dict__["_log_sink"] = sink
-            yield
+        return sink
 
 
 @contextmanager
