@@ -7,7 +7,7 @@ and can't be undone. Here only a layer's class changes: object, parameters, buff
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +20,7 @@ from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.transparent import check_not_lazy
 
-__all__ = ["BatchNorm", "CpuSyncBatchNorm", "convert", "of_this_rank", "participating", "revert"]
+__all__ = ["BatchNorm", "CpuSyncBatchNorm", "SyncedLayers", "convert", "of_this_rank", "participating", "revert"]
 
 _CLASS_BEFORE = "_class_before_sync"
 
@@ -80,17 +80,41 @@ def revert(module: nn.Module) -> nn.Module:
     return module
 
 
+class SyncedLayers:
+    """The BatchNorm layers of several modules that normalise over all ranks, until :meth:`revert`."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, nn.Module] = {}
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._layers.values())
+
+    def take(self, modules: Iterable[nn.Module]) -> None:
+        """Convert the layers of these modules that are not converted yet."""
+        for module in modules:
+            self._layers.update((id(layer), layer) for layer in _synced_in([convert(module)]))
+
+    def revert(self) -> None:
+        """Revert all layers, also those that modules no longer have."""
+        for layer in self:
+            revert(layer)
+
+
+def _synced_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    return [layer for module in modules for layer in module.modules() if _CLASS_BEFORE in layer.__dict__]
+
+
 @contextlib.contextmanager
-def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
-    """Within the context, let a module's synchronised layers normalise over some ranks only.
+def participating(modules: Iterable[nn.Module], ranks: Sequence[int]) -> Iterator[None]:
+    """Within the context, let the synchronised layers of modules normalise over some ranks only.
 
     Use it around the forward **and** the backward of a step in which some ranks have no batch left. Collective:
     **every** rank calls it with the same ``ranks``. Ranks that are not in ``ranks`` run nothing inside.
 
     Parameters
     ----------
-    module : nn.Module
-        A module that :func:`convert` has converted.
+    modules : iterable of nn.Module
+        Modules that :func:`convert` has converted.
     ranks : sequence of int
         Global ranks that have a batch in this step.
 
@@ -100,7 +124,7 @@ def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
     (torch can create a group by calls of its members alone, but this fails if some members have created more groups
     before than others, as here.) The group is kept as long as the default group exists.
     """
-    layers = [layer for layer in module.modules() if _CLASS_BEFORE in layer.__dict__]
+    layers = _synced_in(modules)
     if not layers or not dist.is_initialized():
         yield
         return
@@ -119,13 +143,13 @@ def participating(module: nn.Module, ranks: Sequence[int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def of_this_rank(module: nn.Module) -> Iterator[None]:
-    """Within the context, let a module's synchronised layers normalise over this rank's batch alone.
+def of_this_rank(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within the context, let the synchronised layers of modules normalise over this rank's batch alone.
 
     In an evaluation, ranks have whole batches, and different numbers of them. Layers in training mode (for adaptation
     at test time, for example) then do what they do in one process.
     """
-    layers = [(layer, type(layer)) for layer in module.modules() if _CLASS_BEFORE in layer.__dict__]
+    layers = [(layer, type(layer)) for layer in _synced_in(modules)]
     try:
         for layer, _ in layers:
             layer.__class__ = layer.__dict__[_CLASS_BEFORE]

@@ -109,11 +109,11 @@ def synchronised() -> dict[str, Any]:
 
     # Rank 1 has run out of batches, then comes back.
     layer = convert(layer_of("2d"))
-    with participating(layer, [0]):
+    with participating([layer], [0]):
         if rank == 0:
             facts["alone"] = run(layer, *part_of(0, COUNTS, *whole_batch("2d", 0, COUNTS)))
     facts["statistics"] = [buffer.tolist() for buffer in layer.buffers()]
-    with participating(layer, [1, 0]):
+    with participating([layer], [1, 0]):
         facts["again"] = run(layer, *part_of(rank, COUNTS, *whole_batch("2d", 1, COUNTS)))["output"]
     facts["group restored"] = layer.process_group is None
     return facts
@@ -287,7 +287,7 @@ def test_a_converted_model_is_copied_and_reverted(duplicate: Any) -> None:
 
 def test_participating_does_nothing_where_nothing_is_synchronised() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3))
-    with participating(model, [0]):
+    with participating([model], [0]):
         assert model(torch.randn(4, 3)).shape == (4, 3)
 
 

@@ -72,7 +72,7 @@ class Idle:
         contents.keep([run.loop.criterion])
         carried = carried_state_of(model)
         # Synchronized BatchNorm would wait for all ranks; here ranks with a batch normalise among themselves.
-        synced = [part for part in model.modules() if isinstance(part, (CpuSyncBatchNorm, nn.SyncBatchNorm))]
+        synced = [part for part in parts if isinstance(part, (CpuSyncBatchNorm, nn.SyncBatchNorm))]
         training = [part.training for part in synced]
         for part in synced:
             part.training = False

@@ -68,8 +68,8 @@ class Placement:
     """Context of each forward; can be entered repeatedly."""
     scaler: torch.amp.GradScaler
     """Gradient scaler; disabled, and therefore without effect, unless the dtype is fp16."""
-    syncs_batchnorm: bool = False
-    """True if BatchNorm normalises over all ranks."""
+    synced: sync_batchnorm.SyncedLayers | None = None
+    """The BatchNorm layers that normalise over all ranks; None if that is not requested."""
     stepped: list[torch.optim.Optimizer] = field(default_factory=list)
     """Optimizers whose state is placed with the model; an optimizer is followed by those that it contains."""
     registered: dict[tuple[nn.Module, str], tuple[Any, Any]] = field(default_factory=dict)
@@ -141,9 +141,9 @@ class Placement:
             Number of micro-batches of each rank in this step, if they differ.
         i : int
         """
-        if counts is None or not self.syncs_batchnorm:
+        if counts is None or self.synced is None:
             return _NOTHING
-        return sync_batchnorm.participating(self.model, [rank for rank, n in enumerate(counts) if n > i])
+        return sync_batchnorm.participating(self.synced, [rank for rank, n in enumerate(counts) if n > i])
 
     def share_buffers(self) -> None:
         """In ``ddp``, send rank 0's buffers to all ranks. Called before steps without the wrapper, and at the end."""
@@ -182,7 +182,8 @@ def placed(loop: LoopState, job: FitJob | None, *, joined: bool) -> Iterator[Pla
     devices = loop.run_config.devices if mode == "dp" else [loop.run_config.devices[loop.process.local_rank]]
     device = devices[0]
     wrapper_args = loop.wrapper_args if job is not None or mode != "ddp" else None
-    syncs_batchnorm = job is not None and loop.sync_batchnorm and has_ranks(mode) and loop.world_size > 1
+    syncs = job is not None and loop.sync_batchnorm and has_ranks(mode) and loop.world_size > 1
+    synced = sync_batchnorm.SyncedLayers() if syncs else None
     with ExitStack() as undo:
         if device.type == "cuda":
             # This is for code that uses device='cuda' without an index: user code, and loaders that pin memory in a
@@ -200,9 +201,9 @@ def placed(loop: LoopState, job: FitJob | None, *, joined: bool) -> Iterator[Pla
             _take_first_ranks_values([model, *criterion_modules(criterion)])
         # Only here is the GPU known, with a context in which its capabilities can be queried.
         amp = options.amp.on(device)
-        if syncs_batchnorm:
-            sync_batchnorm.convert(model)
-            undo.callback(sync_batchnorm.revert, model)
+        if synced is not None:
+            undo.callback(synced.revert)
+            synced.take([model, *criterion_modules(criterion)])
         if job is not None and options.checkpoint_modules is not None:
             undo.enter_context(recomputing(model, options.checkpoint_modules))
         if options.compile_args is not None:
@@ -226,7 +227,7 @@ def placed(loop: LoopState, job: FitJob | None, *, joined: bool) -> Iterator[Pla
             device,
             _NOTHING if amp.dtype is None else torch.autocast(device.type, amp.dtype),
             kind.scaler_type(device.type, enabled=amp.scales, **amp.scaler),
-            syncs_batchnorm,
+            synced,
             stepped,
             wrap=wrap,
         )

@@ -406,7 +406,7 @@ class Run:
         own: AbstractContextManager[None] = nullcontext()
         if self.trains:
             own = generators_restored(loop.train_loader, parts, loop.criterion)
-        layers = of_this_rank(loop.model) if loop.sync_batchnorm else nullcontext()
+        layers = of_this_rank(modules) if loop.sync_batchnorm else nullcontext()
         modes = evaluating(*modules, parts=parts)
         passes, self._passes = self._passes, self._passes + 1
         recorder.batch_size = 1  # a hook's logs are not logs of a batch

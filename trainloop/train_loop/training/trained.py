@@ -93,9 +93,9 @@ class TrainedParameters:
         beside, buffers = _own_tensors(criterion, optimizer, self._model)
         if criterion is not self._known_criterion and (beside or buffers):
             return False
-        now = [*own_parameters(self._model), *beside.values()]
-        before = [*self._parameters, *self._beside.values()]
-        return len(now) == len(before) and all(map(operator.is_, now, before))
+        # Not as one list: a parameter that leaves the model is often one that only the optimizer has afterwards.
+        pairs = ((list(own_parameters(self._model)), self._parameters), (beside.values(), self._beside.values()))
+        return all(len(now) == len(before) and all(map(operator.is_, now, before)) for now, before in pairs)
 
     def agree(self, settings: int, shared: Iterable[tuple[str, Tensor]] = ()) -> tuple[list[int], bool]:
         """Check that all ranks train the same parameters. Collective, when an epoch begins.

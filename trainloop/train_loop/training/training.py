@@ -18,14 +18,14 @@ import copy
 import logging
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainloop import distributed
 from trainloop._launch.failures import described
@@ -531,8 +531,9 @@ class Training(Run):
         settings = requested_settings(self, gather=self._job.gather, resume=None) if self.parallel else {}
         self._same_callbacks = self.gradients.follow_at_epoch_begin(settings)
         self._checks_backward = self.gradients.combines
-        parts = [part for module in trained_modules(loop.model, loop.criterion) for part in module.modules()]
-        self.listen_to_parts(parts)
+        modules = trained_modules(loop.model, loop.criterion)
+        parts = [part for module in modules for part in module.modules()]
+        self.follow_modules(modules, parts)
         # Without the mode of torch's functions in later steps, torch.compile would compile again.
         self._sees_functions = any(map(is_compiled, parts))
         if self._sees_functions or self._functions is not None or loop.global_step >= self._looks_again:
@@ -563,6 +564,12 @@ class Training(Run):
             loop.grad_accumulation, skip, skip_batches=skip_batches, batches_left=self._batches_left
         )
         return steps
+
+    def follow_modules(self, modules: Sequence[nn.Module], parts: Iterable[nn.Module] | None = None) -> None:
+        """Give modules that hooks have put into the model or the criterion what the others got when the run began."""
+        self.listen_to_parts(parts)
+        if self.place.synced is not None:
+            self.place.synced.take(modules)
 
     def _batches_left(self) -> float:
         """Return the number of micro-batches until the last iteration; infinity if ``fit`` counts epochs."""
@@ -797,7 +804,7 @@ class Training(Run):
         if getattr(self.loop.criterion, "reduction", None) != self.gradients.reduction:  # changed in place
             self.gradients.take_rules()
         if self.gradients.outdated:  # a module was registered
-            self.listen_to_parts()
+            self.follow_modules(trained_modules(self.loop.model, self.loop.criterion))
         if not i and (hooks.in_steps or self.gradients.outdated or self.gradients.trained is not None):
             self.gradients.follow_at_step_begin()
 
