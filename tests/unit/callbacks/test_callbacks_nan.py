@@ -51,6 +51,27 @@ def test_names_step_and_parameter(every: int | None, capsys: pytest.CaptureFixtu
     assert "Training ends: the gradient of 'side' is not finite in step 9 (epoch 2)." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("step", [1, 3, 8])  # in the first step, within an epoch, in the second one
+def test_names_a_parameter_that_a_callback_has_added(step: int) -> None:
+    class Adds(AbstractCallback):
+        def on_batch_begin(self) -> None:
+            loop = self.train_loop_obj
+            if loop.global_step == step - 1:
+                loop.model.side = nn.Parameter(torch.ones(2))
+                loop.optimizer.add_param_group({"params": [loop.model.side]})
+
+    class BreaksLater(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
+            loss = super().get_loss(batch_data, criterion, device)
+            return loss + torch.sqrt(self.side * 0.0).sum() if hasattr(self, "side") else loss
+
+    guard = TerminateOnNaN()
+    loop = make_loop(BreaksLater())
+    loop.fit(num_epochs=4, callbacks=[Adds(), guard])
+    assert guard.found is not None
+    assert (guard.found.step, guard.found.parameters) == (step, ("side",))
+
+
 @pytest.mark.parametrize("what", ["nan", "inf"])
 def test_a_loss_that_is_no_number(what: str) -> None:
     guard = TerminateOnNaN()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from trainloop.callbacks.arguments import check_flags, count_of
 from trainloop.callbacks.base import logs_nothing
 from trainloop.callbacks.monitor import Monitor
 from trainloop.callbacks.weights.gradient import GradientCallbackBase, norms_of, which_are_finite
+from trainloop.optim.parameters import note_registrations
 from trainloop.parallel.sharded.shards import local_shard
 
 __all__ = ["NonFinite", "TerminateOnNaN"]
@@ -86,6 +88,7 @@ class TerminateOnNaN(GradientCallbackBase):
         self._metric = Monitor(monitor, "min", owner="TerminateOnNaN", judges=False)  # the mode is not used
         self._every = 1
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
+        self._registrations: ExitStack | None = None
         self._forget_values()
 
     def _forget_values(self) -> None:
@@ -101,9 +104,25 @@ class TerminateOnNaN(GradientCallbackBase):
     def on_train_begin(self) -> None:
         loop = self.train_loop_obj
         self.found = None
-        self._parameters = {}
+        self._end_registrations()
+        self._registrations = note_registrations(lambda *_: self._parameters.clear())
         self._forget_values()
         self._every = self.check_every_n_steps or (1 if loop.device.type == "cpu" else 50)
+
+    def on_epoch_begin(self) -> None:
+        self._parameters = {}  # callbacks may have given the optimizer other parameters
+
+    def on_train_end(self) -> None:
+        self._end_registrations()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._end_registrations()
+
+    def _end_registrations(self) -> None:
+        self._parameters = {}
+        if self._registrations is not None:
+            self._registrations.close()
+        self._registrations = None
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         if not self.gradients:
@@ -178,7 +197,7 @@ class TerminateOnNaN(GradientCallbackBase):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state.update(_values=[], _sources=[], _gradients_from=0, _parameters={})
+        state.update(_values=[], _sources=[], _gradients_from=0, _parameters={}, _registrations=None)
         return state
 
     def state_dict(self) -> dict[str, Any]:
