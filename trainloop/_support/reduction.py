@@ -13,6 +13,7 @@ to the tensor: by a hook on the criterion, or by a mode that sees torch's functi
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -67,9 +68,15 @@ def sum_rule(model: Any, criterion: Any) -> SumRule | None:
 
 
 def _reductions(criterion: Any) -> set[str]:
+    return {reduction for _, reduction in declared_reductions(criterion)}
+
+
+def declared_reductions(criterion: Any) -> Iterator[tuple[Any, str]]:
+    """Yield each object in a criterion that declares a ``reduction``, and its value; None for a partial's keyword."""
     own = getattr(criterion, "reduction", None)
     if isinstance(own, str):
-        return {own}
+        yield criterion, own
+        return
     parts: Any = ()
     if isinstance(criterion, nn.Module):
         parts = criterion.children()
@@ -79,9 +86,39 @@ def _reductions(criterion: Any) -> set[str]:
         parts = criterion
     elif isinstance(criterion, functools.partial):
         given = criterion.keywords.get("reduction")
-        return {given} if isinstance(given, str) else _reductions(criterion.func)
-    found: set[str] = set()
-    return found.union(*map(_reductions, parts))
+        if isinstance(given, str):
+            yield None, given
+            return
+        parts = (criterion.func,)
+    for part in parts:
+        yield from declared_reductions(part)
+
+
+class DeclaredReductions:
+    """The reductions that a criterion declares, to notice changes in place: of the values, or of a dict's entries."""
+
+    def __init__(self, criterion: Any) -> None:
+        self._criterion, self._entries = criterion, _entries_of(criterion)
+        declared: list[tuple[Any, Any]] = [
+            (one, value) for one, value in declared_reductions(criterion) if one is not None
+        ]
+        self._declared = declared or [(criterion, getattr(criterion, "reduction", None))]
+
+    def changed(self) -> bool:
+        """Return True if another rule may hold now. Called before each batch."""
+        for one, value in self._declared:
+            if getattr(one, "reduction", None) != value:
+                return True
+        if self._entries is None:
+            return False
+        now = _entries_of(self._criterion) or []
+        return len(now) != len(self._entries) or not all(map(operator.is_, now, self._entries))
+
+
+def _entries_of(criterion: Any) -> list[Any] | None:
+    if type(criterion) is dict:
+        return list(criterion.values())
+    return list(criterion) if type(criterion) is list else None
 
 
 def _is_divided(loss: Tensor) -> bool:

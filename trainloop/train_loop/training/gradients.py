@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainloop import distributed
-from trainloop._support.reduction import sum_rule
+from trainloop._support.reduction import DeclaredReductions, sum_rule
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
@@ -95,7 +95,7 @@ class Gradients:
         """Take the rule for sums from the criterion as it is now."""
         loop = self._run.loop
         self.sums = sum_rule(loop.model, loop.criterion)
-        self.reduction = getattr(loop.criterion, "reduction", None)
+        self.declared = DeclaredReductions(loop.criterion)
 
     def _take_optimizers(self) -> None:
         loop, place = self._run.loop, self._place

@@ -801,10 +801,10 @@ class Training(Run):
         self.epoch_batches += 1
         for hook in hooks.on_batch_begin:
             hook()
-        if getattr(self.loop.criterion, "reduction", None) != self.gradients.reduction:  # changed in place
-            self.gradients.take_rules()
         if self.gradients.outdated:  # a module was registered
             self.follow_modules(trained_modules(self.loop.model, self.loop.criterion))
+        if self.gradients.outdated or self.gradients.declared.changed():
+            self.gradients.take_rules()
         if not i and (hooks.in_steps or self.gradients.outdated or self.gradients.trained is not None):
             self.gradients.follow_at_step_begin()
 
