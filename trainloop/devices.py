@@ -157,12 +157,17 @@ def whole_number(value: object) -> int | None:
     (2, None, None)
     """
     # Python accepts True as an int, and a tensor with True has __index__. Here, both are mistakes.
-    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+    if is_bool(value):
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]  # raises TypeError for other types
     except Exception:  # a user's class or a tensor of many values may raise anything
         return None
+
+
+def is_bool(value: object) -> bool:
+    """Return True for a bool of Python, numpy or another library, also for a tensor or array of bools."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def shown(value: object) -> str:

@@ -7,6 +7,7 @@ arrays and torch storages are sent as protocol 5's out-of-band buffers, so that 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import enum
 import functools
@@ -234,8 +235,8 @@ class Pickler(cloudpickle.Pickler):
 
 def _reducer_of(kind: type) -> Callable[[Pickler, Any], Any] | None:
     """Return the function that pickles objects of a class; ``None`` for the default."""
-    if kind is object:
-        return _reduce_sentinel
+    if kind in _BY_NAME:
+        return _reduce_by_name
     for base, reduce in _SPECIAL:
         if issubclass(kind, base):
             return reduce
@@ -262,21 +263,36 @@ def _reduce_weak_keys(pickler: Pickler, mapping: weakref.WeakKeyDictionary[Any, 
     return type(mapping), (), None, None, iter(list(mapping.items()))
 
 
-_sentinels: dict[int, tuple[object, str, str]] = {}  # by id: the object (so that the id stays its own), module, name
+_BY_NAME = {
+    object,
+    contextvars.ContextVar,
+    threading.local,
+    threading.Condition,
+    threading.Event,
+    threading.Semaphore,
+    threading.BoundedSemaphore,
+    type(threading.Lock()),
+    type(threading.RLock()),
+}
+
+_of_modules: dict[int, tuple[object, str, str]] = {}  # by id: the object (so that the id stays its own), module, name
 
 
-def _reduce_sentinel(pickler: Pickler, obj: object) -> Any:
-    """Send a bare ``object()`` by the name that a module gives it: a library compares it by ``is`` (``_MISSING``)."""
-    if id(obj) not in _sentinels:
+def _reduce_by_name(pickler: Pickler, obj: object) -> Any:
+    """Send an object by the name that a module gives it, as each process has its own; other objects by default.
+
+    A bare ``object()`` is a sentinel, which its library compares by ``is``. Locks and context variables can't be sent.
+    """
+    if id(obj) not in _of_modules:
         modules = [one for one in tuple(sys.modules.values()) if isinstance(one, types.ModuleType)]
         found = ((one, name) for one in modules for name, value in tuple(vars(one).items()) if value is obj)
         for module, name in found:
             if module.__name__ not in ("__main__", "__mp_main__") and pickler.is_importable(module):
-                _sentinels[id(obj)] = obj, module.__name__, name
+                _of_modules[id(obj)] = obj, module.__name__, name
                 break
         else:
             return NotImplemented
-    return _attribute_of_module, _sentinels[id(obj)][1:]
+    return _attribute_of_module, _of_modules[id(obj)][1:]
 
 
 def _reduce_generator(pickler: Pickler, generator: types.GeneratorType[Any, Any, Any]) -> Any:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import numbers
 import operator
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from trainloop._support.platform import absolute_path
-from trainloop.devices import whole_number
+from trainloop.devices import is_bool, whole_number
 from trainloop.errors import ConfigurationError
 
 __all__ = ["check_counts", "check_flags", "count_of", "dict_of", "number_of", "path_of", "texts_of"]
@@ -49,12 +48,16 @@ def number_of(
     most: float | None = None,
     optional: bool = False,
     nan: bool = False,
+    finite: bool = False,
 ) -> Any:
-    """Return an argument if it is a number within the limits, a NaN if ``nan``, or None if it is ``optional``."""
+    """Return an argument if it is a number within the limits, a NaN if ``nan``, or None if it is ``optional``.
+
+    Numbers of other classes, such as numpy's, are converted to an int or a float.
+    """
     if value is None and optional:
         return None
     # A tensor with one element is a number, too; each library has its own numbers.
-    one = not isinstance(value, (bool, str, bytes)) and getattr(value, "shape", ()) == ()
+    one = not isinstance(value, (str, bytes)) and not is_bool(value) and getattr(value, "shape", ()) == ()
     try:
         number = float(value) if one else None
     except (TypeError, ValueError, OverflowError):
@@ -66,18 +69,22 @@ def number_of(
         (least, "of {} or more", operator.ge),
         (most, "of {} or less", operator.le),
     ]
-    if number is None or math.isnan(number) or not all(limit is None or ok(number, limit) for limit, _, ok in limits):
+    outside = number is not None and not all(limit is None or ok(number, limit) for limit, _, ok in limits)
+    endless = finite and number is not None and math.isinf(number)
+    if number is None or math.isnan(number) or outside or endless:
         shown = " and ".join(text.format(limit) for limit, text, _ in limits if limit is not None)
-        kind = f"must be a number {shown}".rstrip() + ", or None" * optional
+        kind = f"must be a {'finite ' * endless}number {shown}".rstrip() + ", or None" * optional
         raise ConfigurationError(f"{owner}: {name}={value!r}: {kind}.")
-    return value if isinstance(value, numbers.Real) else number
+    if type(value) in (int, float):
+        return value
+    return number if (whole := whole_number(value)) is None else whole
 
 
 def path_of(owner: str, name: str, value: Any, *, optional: bool = False) -> str | None:
     """Return an argument as an absolute path, with ``~`` expanded, or as a URL; None if it is ``optional``."""
     if value is None and optional:
         return None
-    if not isinstance(value, (str, os.PathLike)) or value == "":
+    if not isinstance(value, (str, os.PathLike)) or value == "" or "\0" in str(value):
         raise ConfigurationError(f"{owner}: {name}={value!r}: must be a path{', or None' * optional}.")
     return absolute_path(value)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainloop._support.reduction import attach_divisor, attached_divisor
+from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import MultiOptimizer, listed
 
@@ -154,7 +155,8 @@ class MultiLoss(Mapping[str, Tensor]):
         )
 
     def _indices(self) -> dict[str, int]:
-        indices = {name: which for name, which in (self.loss_optimizer_map or {}).items() if isinstance(which, int)}
+        numbers = {name: whole_number(which) for name, which in (self.loss_optimizer_map or {}).items()}
+        indices = {name: number for name, number in numbers.items() if number is not None}
         if len(indices) < len(self):
             raise ConfigurationError(
                 f"the losses {listed(self)} have loss_optimizer_map={self.loss_optimizer_map}. To select one "
@@ -236,6 +238,6 @@ def split_yielded(item: Any) -> tuple[int | str | tuple[int | str, ...] | None, 
     """Split what ``get_loss`` yields into the loss's optimizer (or several), which may be left out, and the loss."""
     if isinstance(item, tuple) and len(item) == 2:
         names = item[0] if isinstance(item[0], (tuple, list)) else item[:1]
-        if names and all(isinstance(name, (str, int)) for name in names):
+        if names and all(isinstance(name, (str, int, np.integer)) for name in names):
             return names[0] if len(names) == 1 else tuple(names), item[1]
     return None, item

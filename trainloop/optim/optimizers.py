@@ -10,6 +10,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 
 
@@ -68,8 +69,8 @@ class MultiOptimizer:
         ConfigurationError
             If there is no such optimizer. The message begins with ``whose`` and ends with ``way_out``.
         """
-        if isinstance(which, int) and not isinstance(which, bool) and which in range(len(self)):
-            return which
+        if (number := whole_number(which)) is not None and number in range(len(self)):
+            return number
         if self.names is not None and which in self.names:
             return self.names.index(which)
         known = f"named {listed(self.names)}" if self.names is not None else "without names"

@@ -21,6 +21,7 @@ from trainloop._support.keywords import refuses_unknown
 from trainloop._support.nested import map_parts
 from trainloop._support.reduction import attach_divisor, divisor_of, functional_losses, sum_rule
 from trainloop._support.user_line import warn
+from trainloop.devices import whole_number
 from trainloop.distributed.tensors import in_replica
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
@@ -121,6 +122,8 @@ class TTDataParallel(Transparent, DataParallel):
         devices: int | None = None,
     ) -> None:
         check_not_lazy(module, "TTDataParallel")
+        if whole_number(dim) is None:
+            raise ConfigurationError(f"dim={dim!r}: the dimension of the batch must be an int.")
         if devices is None:
             super().__init__(module, device_ids, output_device, dim)
             self._tt_devices = [torch.device(self.src_device_obj.type, i) for i in self.device_ids]
@@ -131,7 +134,7 @@ class TTDataParallel(Transparent, DataParallel):
             nn.Module.__init__(self)
             self.module = module
             self.device_ids = []
-            self._tt_devices = [torch.device("cpu")] * devices
+            self._tt_devices = [torch.device("cpu")] * int(devices)
         if len(self._tt_devices) > 1:
             _check_not_compiled(module)
         self.dim = dim  # DataParallel does not set it without a GPU
@@ -346,7 +349,7 @@ class _Watched:
 
 
 def _check_cpu_replicas(module: nn.Module, devices: Any, device_ids: Any, output_device: Any) -> None:
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+    if (number := whole_number(devices)) is None or number < 1:
         raise ConfigurationError(f"devices={devices!r}: the number of replicas on the CPU must be an int of 1 or more.")
     if device_ids is not None or output_device is not None:
         raise ConfigurationError(

@@ -16,6 +16,7 @@ from trainloop._support.forks import guard_forks
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.nested import map_parts, tensors_of
 from trainloop._support.user_line import described_names
+from trainloop.devices import whole_number
 from trainloop.distributed.objects import backend_of, cpu_group
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
@@ -547,10 +548,12 @@ def _mesh(module: nn.Module, mesh: Any, replicas: Any) -> Any:
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     world_size = dist.get_world_size()
-    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1 or world_size % replicas:
+    number = whole_number(replicas)
+    if number is None or number < 1 or world_size % number:
         raise ConfigurationError(
             f"replicas={replicas!r}: must be an int that divides the number of ranks ({world_size})."
         )
+    replicas = number
     if mesh is not None:
         if replicas != 1:
             raise ConfigurationError(

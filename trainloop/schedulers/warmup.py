@@ -33,8 +33,8 @@ class _WarmupScheduler(LRScheduler):
         self, curve: Any, num_warmup_steps: int, num_training_steps: int | None, last_epoch: int, **kwargs: Any
     ) -> None:
         own = type(self).__name__
-        number_of(own, "num_warmup_steps", num_warmup_steps, least=0)
-        number_of(own, "num_training_steps", num_training_steps, optional=True)
+        num_warmup_steps = number_of(own, "num_warmup_steps", num_warmup_steps, least=0, finite=True)
+        num_training_steps = number_of(own, "num_training_steps", num_training_steps, finite=True, optional=True)
         if num_training_steps is not None and num_training_steps < num_warmup_steps:
             raise ConfigurationError(
                 f"num_training_steps={num_training_steps}: must not be less than num_warmup_steps={num_warmup_steps}."
@@ -176,7 +176,7 @@ class CosineWithWarmupScheduler(_WarmupScheduler):
         last_epoch: int = -1,
         **kwargs: Any,
     ) -> None:
-        number_of(type(self).__name__, "num_cycles", num_cycles)
+        num_cycles = number_of(type(self).__name__, "num_cycles", num_cycles, finite=True)
         super().__init__(partial(_cosine, num_cycles), num_warmup_steps, num_training_steps, last_epoch, **kwargs)
 
 
@@ -208,7 +208,7 @@ class HardRestartsCosineWithWarmupScheduler(_WarmupScheduler):
         last_epoch: int = -1,
         **kwargs: Any,
     ) -> None:
-        number_of(type(self).__name__, "num_cycles", num_cycles)
+        num_cycles = number_of(type(self).__name__, "num_cycles", num_cycles, finite=True)
         curve = partial(_restarting_cosine, num_cycles)
         super().__init__(curve, num_warmup_steps, num_training_steps, last_epoch, **kwargs)
 

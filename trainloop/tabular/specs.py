@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
+import numbers
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from typing import Any
 
 from trainloop._support.distribution import pip_install
 from trainloop._support.keywords import nearest
+from trainloop.devices import is_bool
 from trainloop.errors import ConfigurationError
 from trainloop.extending import warn
 from trainloop.pretrained.finding import find_picture_model, find_text_model, import_library
@@ -192,7 +194,7 @@ def parse_options(
     presets: Any,
 ) -> Options:
     """Validate the arguments of ``fit``. ``run`` contains num_cpus, num_gpus and memory_limit."""
-    began, is_number = time.monotonic(), isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool)
+    began, is_number = time.monotonic(), isinstance(time_limit, numbers.Real) and not is_bool(time_limit)
     if time_limit is not None and not (is_number and time_limit > 0):
         raise ConfigurationError(f"time_limit={time_limit!r}: must be a number of seconds above 0, or None.")
     presets = named("preset", presets, PRESETS) if isinstance(presets, str) else presets
@@ -237,7 +239,7 @@ def _quota_of_models(where: str, given: Mapping[str, Any] | None) -> ResourceQuo
     """Return a quota for ``num_cpus``, ``num_gpus`` and ``memory_limit``, which in AutoGluon is a number of GB."""
     figures = known_words(where, given, num_cpus="auto", num_gpus="auto", memory_limit="auto")
     memory = figures["memory_limit"]
-    in_gb = isinstance(memory, (int, float)) and not isinstance(memory, bool)
+    in_gb = isinstance(memory, numbers.Real) and not is_bool(memory)
     return ResourceQuota(figures["num_cpus"], figures["num_gpus"], f"{memory}GB" if in_gb else memory)
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from trainloop.devices import is_bool, whole_number
 from trainloop.errors import ConfigurationError
-from trainloop.extending import import_extra
+from trainloop.extending import check_flags, import_extra
 
 _ENUMERABLE = 1_000_000  # in spaces with at most this many settings, a random search tries no setting twice
 
@@ -91,11 +93,25 @@ Dimension = Choice | Uniform | Integers | _Distribution
 
 
 def _check_bounds(dimension: Uniform | Integers, above: float) -> None:
-    finite = all(isinstance(v, (int, float)) and math.isfinite(v) for v in (dimension.low, dimension.high))
-    if not finite or dimension.low > dimension.high:
-        raise ConfigurationError(f"{dimension}: low and high must be finite numbers, and low must not exceed high.")
+    whole = isinstance(dimension, Integers)
+    low, high = _bound(dimension.low, whole), _bound(dimension.high, whole)
+    if low is None or high is None or low > high:
+        kind = "ints" if whole else "finite numbers"
+        raise ConfigurationError(f"{dimension}: low and high must be {kind}, and low must not exceed high.")
+    check_flags(type(dimension).__name__, log=dimension.log)
+    vars(dimension).update(low=low, high=high)  # plain numbers, as in the parameters of a trial
     if dimension.log and (dimension.low < above or dimension.low <= 0):
         raise ConfigurationError(f"{dimension}: with log=True, both bounds must be positive. Raise low above 0.")
+
+
+def _bound(value: Any, whole: bool) -> float | None:
+    """Return a bound as an int or a float; None if it is not a finite number, or not an int but has to be one."""
+    if (number := whole_number(value)) is not None:
+        return number
+    if is_bool(value) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        return None
+    exact = float(value)
+    return exact if not whole else int(exact) if exact.is_integer() else None
 
 
 def parse_space(space: Mapping[str, Any]) -> dict[str, Dimension]:

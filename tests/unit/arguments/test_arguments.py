@@ -136,6 +136,23 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: make(devices=["cuda:0", "cuda:2"]),
         ["accelerator='cuda', devices=[0, 2]?"],
     ),
+    "train_loader is an array": (
+        lambda: make(train_loader=np.ones((16, 8))),
+        ["train_loader is a ndarray", "DataLoader(dataset"],
+    ),
+    "train_loader is a set": (lambda: make(train_loader={1, 2}), ["train_loader is a set", "DataLoader(dataset"]),
+    "compile with an unknown argument": (
+        lambda: make(compile={"mod": "default"}, gpu_mode="ddp"),
+        ["compile={'mod': 'default'}", "torch.compile can't use", "'mod'"],
+    ),
+    "compile with an unknown mode": (
+        lambda: make(compile={"mode": "fastest"}, gpu_mode="ddp"),
+        ["compile={'mode': 'fastest'}", "torch.compile can't use"],
+    ),
+    "a dimension of text in dp": (
+        lambda: fit({"gpu_mode": "dp", "devices": 2}, dp_model_args={"dim": "rows"}),
+        ["dim='rows'", "must be an int"],
+    ),
     "train_loader is a list": (lambda: make(train_loader=[1, 2]), ["train_loader is a list with 1,", "DataLoader"]),
     "validation_loader is a number": (lambda: make(validation_loader=3), ["validation_loader", "3"]),
     "test_loader is text": (lambda: make(test_loader="test"), ["test_loader", "'test'"]),

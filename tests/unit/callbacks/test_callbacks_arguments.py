@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,18 @@ import torch
 
 from trainloop import callbacks
 from trainloop.callbacks import (
+    EarlyStopping,
     ExponentialMovingAverage,
     GradientClipping,
     ModelCheckpoint,
+    StochasticWeightAveraging,
     TensorBoard,
     TimeLimit,
+    TrainHistoryPlot,
     WandBTracking,
 )
 from trainloop.errors import ConfigurationError
+from trainloop.schedulers import CosineWithWarmupScheduler, LinearWithWarmupScheduler
 
 VALUES: dict[str, Any] = {
     "none": None,
@@ -87,3 +92,25 @@ def test_a_single_text_is_a_list_of_one() -> None:
     tracking = WandBTracking(tags="baseline", source_dirs="src", metric_names=("loss", "acc"))
     assert (tracking.tags, tracking.source_dirs) == (["baseline"], ["src"])
     assert tracking.metric_names == ["loss", "acc"]
+
+
+def test_numbers_of_other_libraries_become_plain_ones() -> None:
+    swa = StochasticWeightAveraging(swa_lr=np.float32(0.5), start=np.int64(1))  # type: ignore[arg-type]
+    assert (type(swa.swa_lr), type(swa.start), swa.start) == (float, int, 1)
+    assert ExponentialMovingAverage(Fraction(1, 2), warmup=np.float32(0.75)).warmup == 0.75  # type: ignore[arg-type]
+    assert f"{EarlyStopping(min_delta=Fraction(1, 4)).min_delta:g}" == "0.25"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: EarlyStopping(patience=np.bool_(True)),  # type: ignore[arg-type]
+        lambda: StochasticWeightAveraging(swa_lr=True),
+        lambda: LinearWithWarmupScheduler(math.inf),  # type: ignore[arg-type]
+        lambda: CosineWithWarmupScheduler(1, num_cycles=math.inf),
+        lambda: TrainHistoryPlot("a\0b.png"),
+    ],
+)
+def test_bools_are_no_numbers_and_endless_schedules_and_paths_without_a_name_are_refused(make: Any) -> None:
+    with pytest.raises(ConfigurationError, match="must be"):
+        make()

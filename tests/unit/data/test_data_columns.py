@@ -112,6 +112,7 @@ def test_what_is_no_loader_or_dimension_is_refused() -> None:
     for dim in (-1, "1", True):
         with pytest.raises(ConfigurationError, match=rf"SplitBatches\(dim={dim!r}\)"):
             SplitBatches([], dim=dim)  # type: ignore[arg-type]
+    assert type(SplitBatches([], dim=np.int64(2)).dim) is int  # type: ignore[arg-type]
 
 
 def carrying(columns: list[int]) -> list[Recurrent]:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -291,6 +292,11 @@ def test_ddp_refuses_a_lazy_module(group: None) -> None:
         TTDistributedDataParallel(nn.ModuleDict({"fc": nn.LazyLinear(3)}))
     with pytest.raises(ConfigurationError, match=r"TTDataParallel: LazyLinear has lazy tensors .*: weight, bias"):
         TTDataParallel(nn.LazyLinear(3), devices=2)
+
+
+def test_the_number_of_replicas_may_be_a_number_of_numpy() -> None:
+    replicas = TTDataParallel(nn.Linear(2, 2), devices=np.int64(2))  # type: ignore[arg-type]
+    assert replicas(torch.ones(4, 2)).shape == (4, 2)
 
 
 def test_ddp_refuses_a_module_with_nothing_to_train(group: None) -> None:

@@ -6,11 +6,13 @@ import contextlib
 import enum
 import functools
 import gc
+import importlib
 import logging
 import mmap
 import os
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ from trainloop import _transfer as transfer
 from trainloop._transfer import pack, pages
 from trainloop._transfer.pages import MovedPages, anonymous_file, evict_clean_pages
 from trainloop._transfer.torch_objects import attributes_in
+from trainloop.errors import UnpicklableError
 
 MIB = 1 << 20
 
@@ -529,6 +532,20 @@ def test_a_sentinel_of_a_module_is_the_modules_own_there_and_others_stay_the_sam
     assert there["again"][0] is sentinel
     assert there["own"] is there["same"]
     assert there["own"] is not own
+
+
+def test_locks_and_context_variables_of_a_module_are_the_modules_own_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["import contextvars, threading", "RATE = contextvars.ContextVar('rate')", "EACH = threading.local()"]
+    lines += ["LOCK, AGAIN, READY = threading.Lock(), threading.RLock(), threading.Event()"]
+    (tmp_path / "keeps_locks.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    names = importlib.import_module("keeps_locks")
+    kept = [names.RATE, names.EACH, names.LOCK, names.AGAIN, names.READY]
+    assert all(a is b for a, b in zip(there_and_back(kept), kept, strict=True))
+    with pytest.raises(UnpicklableError, match="lock"):
+        there_and_back({"lock": threading.Lock()})
 
 
 def test_an_optimizer_that_has_kept_the_parameters_it_was_given_is_sent() -> None:

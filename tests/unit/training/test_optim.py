@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit.small_loop import make_loop
@@ -15,6 +16,7 @@ from conftest import make_data
 from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTModel
 from trainloop._support.reduction import divisor_of
 from trainloop.errors import ConfigurationError
+from trainloop.optim.losses import split_yielded
 from trainloop.optim.optimizers import drop_gradients, optimizers_of, parameters_of
 from trainloop.train_loop.run.losses import read_loss
 
@@ -122,6 +124,14 @@ def test_without_retaining_a_shared_graph_is_gone() -> None:
 def test_refused_losses(arguments: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         MultiLoss(*arguments)
+
+
+def test_indices_of_optimizers_may_be_numbers_of_numpy() -> None:
+    _, _, both = two()
+    mapped = MultiLoss(dict(losses(x=1.0, y=3.0)), {"x": np.int64(1), "y": np.int64(0)})  # type: ignore[dict-item]
+    assert mapped.for_optimizer(0).item() == 3.0  # type: ignore[union-attr]
+    assert both.index(np.int64(1)) == 1  # type: ignore[arg-type]
+    assert split_yielded((np.int64(1), mapped["y"])) == (1, mapped["y"])
 
 
 def test_a_loss_finds_its_optimizer() -> None:

@@ -245,6 +245,12 @@ def test_which_optimizer_must_be_told(index: Any) -> None:
     assert words in str(error.value)
 
 
+def test_a_monitor_of_a_scheduler_that_reads_no_metric_is_refused() -> None:
+    schedule = LRScheduler(lr_scheduler.StepLR, monitor="val_loss", step_size=1)
+    with pytest.raises(ConfigurationError, match="monitor='val_loss': StepLR reads no metric"):
+        make_loop().fit(num_epochs=1, callbacks=[schedule])
+
+
 def test_another_optimizer_s_scheduler() -> None:
     foreign = lr_scheduler.StepLR(optim.SGD(WEIGHT, lr=0.1), 1)
     with pytest.raises(ConfigurationError, match="the given SGD is not one of the loop's optimizers"):

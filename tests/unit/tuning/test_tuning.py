@@ -135,11 +135,19 @@ def test_malformed_spaces(space: Any, what: str) -> None:
         (lambda: Uniform(0, 1, log=True), "must be positive"),
         (lambda: Integers(0, 1, log=True), "must be positive"),
         (lambda: Integers(3, 1), "low must not exceed high"),
+        (lambda: Integers(1.5, 3), "must be ints"),  # type: ignore[arg-type]
+        (lambda: Integers(True, 3), "must be ints"),
+        (lambda: Uniform(0, 1, log="no"), "log='no': must be True or False"),  # type: ignore[arg-type]
     ],
 )
 def test_malformed_distributions(make: Callable[[], object], what: str) -> None:
     with pytest.raises(ConfigurationError, match=what):
         make()
+
+
+def test_bounds_may_be_numbers_of_numpy_and_become_plain_ones() -> None:
+    assert repr(Integers(np.int64(1), np.int32(9))) == "Integers(low=1, high=9, log=False)"
+    assert repr(Uniform(np.float32(0.5), np.int64(2))) == "Uniform(low=0.5, high=2, log=False)"
 
 
 @pytest.mark.parametrize("searcher", ["bayes", None, 3, "Random"])

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer, lr_scheduler
 
+from trainloop.devices import whole_number
 from trainloop.errors import CheckpointError
 
 # Schedulers of torch that change the rate until a step, and the attribute that contains this step. True: the training
@@ -39,7 +40,7 @@ def schedule_length(scheduler: Any) -> tuple[int | None, bool]:
     length = getattr(scheduler, attribute, None)
     if kind == "MultiStepLR":
         length = max(length or (0,))
-    return (length, exact) if isinstance(length, int) else (None, False)
+    return (None, False) if (number := whole_number(length)) is None else (number, exact)
 
 
 def is_scheduler(scheduler: Any) -> bool:

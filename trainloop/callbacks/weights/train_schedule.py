@@ -136,7 +136,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         plateau scheduler with ``interval='step'`` and no ``monitor``. At ``fit``: if there is no
         optimizer, if ``optimizer_idx`` is missing or out of range, if a scheduler object belongs to another optimizer
         (also after ``tl.optimizer = ...``), if it can't be created with the arguments, if its ``step`` needs arguments,
-        or if the metric does not exist.
+        if the metric does not exist, or if there is a ``monitor`` for a scheduler that reads no metric.
 
     Notes
     -----
@@ -226,6 +226,11 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             # Torch's scheduler decides by its own mode, 'min' by default.
             self._metric = self._metric or Monitor(self.monitor or "val_loss", self.scheduler.mode, owner="LRScheduler")
             self._metric.check(loop)
+        elif self.monitor is not None:
+            raise ConfigurationError(
+                f"LRScheduler: monitor={self.monitor!r}: {type(self.scheduler).__name__} reads no metric, only "
+                "ReduceLROnPlateau does. Leave monitor out, or use ReduceLROnPlateau."
+            )
         self._check_length()
         self._length_in_script = self._schedule_length()[0]
 
@@ -379,7 +384,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                 f"LRScheduler: the loop has {len(optimizers)} optimizers. Choose one with optimizer_idx=0 to "
                 f"{len(optimizers) - 1}, and pass a separate LRScheduler for each optimizer that needs one."
             )
-        if chosen is not None and not (isinstance(chosen, int) and 0 <= chosen < len(optimizers)):
+        if chosen is not None and (whole_number(chosen) is None or not 0 <= chosen < len(optimizers)):
             raise ConfigurationError(
                 f"LRScheduler: optimizer_idx={chosen!r}: must be the index of one of the loop's optimizers (0 to "
                 f"{len(optimizers) - 1})."

@@ -281,17 +281,20 @@ class ExponentialMovingAverage(WeightAverage):
 
     def __post_init__(self) -> None:
         super().__init__(self.apply_on_train_end)
-        number_of("ExponentialMovingAverage", "decay", self.decay, least=0, most=1)
+        self.decay = number_of("ExponentialMovingAverage", "decay", self.decay, least=0, most=1)
         check_flags(type(self).__name__, evaluate=self.evaluate)
         if self.start_from not in ("first", "initial"):
             raise ConfigurationError(
                 f"ExponentialMovingAverage: start_from={self.start_from!r}: must be 'first' or 'initial'."
             )
-        if not callable(self.warmup) and not (isinstance(self.warmup, (bool, int, float)) and self.warmup >= 0):
-            raise ConfigurationError(
-                f"ExponentialMovingAverage: warmup={self.warmup!r}: must be True, False, a power above 0, or a "
-                "function that takes the number of updates and returns the decay."
-            )
+        if not callable(self.warmup) and not isinstance(self.warmup, bool):
+            try:
+                self.warmup = number_of("ExponentialMovingAverage", "warmup", self.warmup, least=0)
+            except ConfigurationError:
+                raise ConfigurationError(
+                    f"ExponentialMovingAverage: warmup={self.warmup!r}: must be True, False, a power above 0, or a "
+                    "function that takes the number of updates and returns the decay."
+                ) from None
         check_counts(self, "every_n_steps")
         check_counts(self, "start_step", least=0)
         self.state_key = f"decay {self.decay}"
@@ -448,12 +451,16 @@ class StochasticWeightAveraging(WeightAverage):
 
     def __post_init__(self) -> None:
         super().__init__(self.apply_on_train_end)
-        me, swa_lr, start = "StochasticWeightAveraging", self.swa_lr, self.start
-        if swa_lr is not None and not (isinstance(swa_lr, (int, float)) and 0 < swa_lr < math.inf):
-            raise ConfigurationError(f"{me}: swa_lr={swa_lr!r}: must be a number above 0, or None.")
-        is_number = isinstance(start, (int, float)) and not isinstance(start, bool)
-        if not is_number or not (start >= 0 if isinstance(start, int) else 0 < start < 1):
-            raise ConfigurationError(f"{me}: start={start!r}: must be an int of 0 or more, or a float between 0 and 1.")
+        me = "StochasticWeightAveraging"
+        self.swa_lr = number_of(me, "swa_lr", self.swa_lr, above=0, finite=True, optional=True)
+        try:
+            self.start = start = number_of(me, "start", self.start, least=0)
+        except ConfigurationError:
+            start = math.nan
+        if not isinstance(start, int) and not 0 < start < 1:
+            raise ConfigurationError(
+                f"{me}: start={self.start!r}: must be an int of 0 or more, or a float between 0 and 1."
+            )
         if self.anneal_strategy not in ("cos", "linear"):
             raise ConfigurationError(f"{me}: anneal_strategy={self.anneal_strategy!r}: must be 'cos' or 'linear'.")
         check_counts(self, "anneal_epochs", least=0)

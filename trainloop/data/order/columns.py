@@ -11,6 +11,7 @@ from torch import Tensor
 from trainloop._support.nested import map_parts, parts_of
 from trainloop._support.sharding import shard_size
 from trainloop._support.signals import started
+from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 
 
@@ -58,10 +59,11 @@ class SplitBatches:
                 f"SplitBatches(loader={loader!r}): must be a DataLoader, or another iterable whose __iter__ starts "
                 "from the first batch each time."
             )
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+        number = whole_number(dim)
+        if number is None or number < 0:
             raise ConfigurationError(f"SplitBatches(dim={dim!r}): must be an int of 0 or more (the column dimension).")
         self.loader = loader
-        self.dim = dim
+        self.dim = number
 
     def __iter__(self) -> Iterator[Any]:
         return started(self.loader)

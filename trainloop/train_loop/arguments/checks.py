@@ -71,6 +71,12 @@ def check_loader(loader: Any, name: str, *, optional: bool = True) -> Any:
         raise ConfigurationError(
             f"{name} is a {type(loader).__name__}, which has no batches. Pass DataLoader(dataset, batch_size=32)."
         )
+    # Each row of an array or table, or the name of each column, would count as a batch. A set has no order.
+    if isinstance(loader, (set, frozenset)) or hasattr(loader, "__array__"):
+        raise ConfigurationError(
+            f"{name} is a {type(loader).__name__}, which has no batches. Pass DataLoader(dataset, batch_size=32), for "
+            "example with the dataset TensorDataset(torch.as_tensor(x), torch.as_tensor(y))."
+        )
     # The first epoch would exhaust an iterator, and the second epoch would be empty.
     if isinstance(loader, Iterator) and not _restarts(loader):
         raise ConfigurationError(
@@ -226,10 +232,21 @@ def check_compile(value: Any) -> dict[str, Any] | None:
     if isinstance(value, bool):
         return {} if value else None
     if isinstance(value, dict):
+        if value:
+            _check_compile_args(value)
         return dict(value)
     raise ConfigurationError(
         f"compile={short(value)}: must be True, False, 'step' or a dict of torch.compile arguments."
     )
+
+
+def _check_compile_args(given: dict[str, Any]) -> None:
+    """Raise an error for arguments that ``torch.compile`` rejects. It checks them here; a first call compiles."""
+    try:
+        torch.compile(len, **given)
+    except Exception as error:  # each argument has errors of its own
+        why = str(error).partition("\n")[0][:200]
+        raise ConfigurationError(f"compile={short(given)}: torch.compile can't use these arguments: {why}") from error
 
 
 def check_start_method(value: Any) -> str:
@@ -491,4 +508,4 @@ def loader_batch_size(loader: Any) -> int | None:
     if not isinstance(loader, DataLoader):
         return None
     size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
-    return size if isinstance(size, int) else None
+    return whole_number(size)
