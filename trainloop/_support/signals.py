@@ -418,9 +418,11 @@ class WorkerInit:
         self._mark = _mark
         self.iterators: WeakSet[Any] | None = WeakSet()
         """Iterators over the loader that have workers; ``None`` in another process than the one that iterates."""
+        self.use: Any = None
+        """What the caller notes about the use of the loader; ``None`` in another process."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "iterators": None}
+        return {**self.__dict__, "iterators": None, "use": None}
 
     def __call__(self, worker_id: int) -> None:
         global _mark
@@ -429,7 +431,8 @@ class WorkerInit:
             for number in signal_numbers():
                 signal.signal(number, _in_worker)
         unblock_signals(signal_numbers())  # see started()
-        if self._temporary is not None:
+        # The folder may have been removed: a callback may have given this function to a loader that is read later.
+        if self._temporary is not None and os.path.isdir(self._temporary):
             process_config()["tempdir"] = self._temporary
         if self.users is not None:
             self.users(worker_id)

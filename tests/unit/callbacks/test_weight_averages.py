@@ -54,6 +54,18 @@ def test_without_an_update_the_trained_weights_stay(start_from: Any) -> None:
         assert loop.history["ema_val_loss"] == loop.history["val_loss"]
 
 
+def test_a_change_of_the_weights_by_a_callback_with_a_lower_order_is_averaged() -> None:
+    class Clamps(AbstractCallback):
+        def on_after_optimizer_step(self) -> None:
+            with torch.no_grad():
+                for p in self.train_loop_obj.model.parameters():
+                    p.clamp_(-0.1, 0.1)
+
+    loop = make_loop()
+    loop.fit(1, callbacks=[ExponentialMovingAverage(0.9), Clamps("clamps", execution_order=-51)])
+    assert flat(loop.model).abs().max() <= 0.1 + 1e-6
+
+
 def test_until_start_step_the_average_equals_the_weights() -> None:
     loop, record = make_loop(), Record()
     ema = ExponentialMovingAverage(0.9, every_n_steps=4, start_step=2 * STEPS_PER_EPOCH, evaluate=True)

@@ -194,3 +194,64 @@ def test_workers_of_a_stream_end_with_a_call_that_fails(capfd: pytest.CaptureFix
     assert tl.model.workers
     assert not alive(tl.model.workers)
     assert "Traceback" not in capfd.readouterr().err
+
+
+class Grows(AbstractCallback):
+    """Adds rows to the dataset after each epoch."""
+
+    def on_epoch_end(self) -> None:
+        dataset = self.train_loop_obj.train_loader.dataset
+        dataset.rows = torch.cat([dataset.rows, dataset.rows[:2]])
+
+
+class TakesTheFunction(AbstractCallback):
+    """Makes the next epoch's loader with the functions of the last one's."""
+
+    def on_epoch_end(self) -> None:
+        tl = self.train_loop_obj
+        old = tl.train_loader
+        tl.train_loader = DataLoader(old.dataset, 5, num_workers=2, worker_init_fn=old.worker_init_fn)
+
+
+class EvaluatesFirst(Grows):
+    """Reads the training loader before the training does, and keeps this feed while the loader changes."""
+
+    def on_train_begin(self) -> None:
+        self.train_loop_obj.evaluate_loss_on_train_set()
+
+    def on_batch_end(self) -> None:
+        self.train_loop_obj.evaluate_loss_on_train_set()
+
+
+def notes_worker(worker: int) -> None:
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:the training changes")
+@pytest.mark.parametrize("callback", [Grows, TakesTheFunction, EvaluatesFirst])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_workers_of_a_loader_that_changes_between_epochs_have_a_folder_for_their_sockets(
+    callback: type[AbstractCallback], seed: int | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tl = loop_of(Rows(rows()), persistent_workers=False, timeout=20, worker_init_fn=notes_worker)
+    tl.seed = seed
+    first = tl.train_loader
+    tl.fit(num_epochs=3, callbacks=[callback("changes")])
+    assert "Traceback" not in capfd.readouterr().err
+    assert first.worker_init_fn is notes_worker
+    assert len(list(tl.train_loader)) > 4  # by hand
+
+
+@pytest.mark.filterwarnings("ignore:the training changes")
+@pytest.mark.parametrize("seed", [None, 3])
+def test_workers_outlive_signals_after_the_loader_has_changed(seed: int | None) -> None:
+    found: list[Any] = []
+
+    class Reads(Grows):
+        def on_batch_begin(self) -> None:
+            found.append(type(self.train_loop_obj.train_loader.worker_init_fn).__name__)
+
+    tl = loop_of(Rows(rows()), persistent_workers=False)
+    tl.seed = seed
+    tl.fit(num_epochs=3, callbacks=[Reads("changes")])
+    assert set(found) == {"WorkerInit"}

@@ -18,16 +18,19 @@ from kit.changes import (
     Growing,
     Net,
     Scaled,
+    distance,
     growing_loop,
     loop_of,
     resumed_differs,
     resumes_alike,
+    rows,
     sgd,
     trained,
     trained_on_growing,
+    values_of,
 )
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.callbacks import ModelCheckpoint
@@ -504,6 +507,45 @@ def test_an_epoch_that_is_resumed_is_finished_whatever_on_resume_assigns(tmp_pat
         losses.append(list(loop.history["val_loss"]))
     assert len(losses[0]) == 3
     assert losses[0] == losses[1]
+
+
+class Labels(AbstractCallback):
+    """Adds rows to the training set after each epoch, and keeps in its state which ones it has."""
+
+    def on_epoch_end(self) -> None:
+        part = self.train_loop_obj.train_loader.dataset
+        part.indices = [*part.indices, len(part), len(part) + 1]
+
+    def rows(self) -> dict[str, Any]:
+        return {"indices": list(self.train_loop_obj.train_loader.dataset.indices)}
+
+    def put_back(self, state: dict[str, Any]) -> None:
+        self.train_loop_obj.train_loader.dataset.indices = state["indices"]
+
+
+class CommonLabels(Labels):
+    state_dict, load_state_dict = Labels.rows, Labels.put_back
+
+
+class LabelsOfRank(Labels):
+    rank_state_dict, load_rank_state_dict = Labels.rows, Labels.put_back
+
+
+@pytest.mark.filterwarnings("ignore:the training changes train_loader")
+@pytest.mark.parametrize("labels", [CommonLabels, LabelsOfRank])
+@pytest.mark.parametrize("step", [4, 5, 7])
+def test_an_epoch_resumes_with_the_dataset_that_the_state_of_a_callback_restores(
+    labels: type[Labels], step: int, tmp_path: Path
+) -> None:
+    weights = []
+    for resume in (None, step):
+        loop = loop_of("rate", "single")
+        loop.train_loader = DataLoader(Subset(TensorDataset(*rows(20, 3)), range(9)), 3)
+        keeper = ModelCheckpoint(tmp_path, every_n_steps=1, keep=None)
+        path = resume and next(tmp_path.glob(f"*-step=0*{resume}.pt"))
+        loop.fit(num_epochs=3, callbacks=[labels("labels"), keeper], resume_from=path)
+        weights.append(values_of(loop.model))
+    assert distance(*weights) == 0
 
 
 def test_a_checkpoint_of_a_criterion_with_other_tensors_is_refused_unless_on_resume_assigns_it(

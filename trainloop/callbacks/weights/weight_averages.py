@@ -228,6 +228,9 @@ class ExponentialMovingAverage(WeightAverage):
     such as BatchNorm's running statistics, are not averaged: the averaged model has the buffers of the trained model.
     The average of 16-bit weights is kept in float32.
 
+    Its ``execution_order`` is -50, so the average is updated before other callbacks' ``on_after_optimizer_step``. A
+    callback that changes the weights in this hook, such as by clamping, needs a lower one to be averaged.
+
     If training ends before the first update, the model keeps the trained weights, and a warning says so.
 
     Parameters

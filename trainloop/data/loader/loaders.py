@@ -195,39 +195,65 @@ def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:
 def workers_outlive_signals(loader: Any) -> Iterator[None]:
     """Let workers started in this context outlive a signal to the whole process group; see signals.py.
 
-    Temporary files of killed workers are removed, too.
+    Temporary files of killed workers are removed, too. Contexts of one loader may overlap and end in any order: the
+    feed of a changed loader is opened before the outdated feed is closed, and an evaluation may read the same loader.
     """
-    if not isinstance(loader, DataLoader) or not loader.num_workers or isinstance(loader.worker_init_fn, WorkerInit):
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
         yield
         return
-    users = loader.worker_init_fn
-    with contextlib.ExitStack() as undo:
+    init = loader.worker_init_fn
+    if isinstance(init, WorkerInit) and init.use is not None and init.use.loader is loader:
+        use = init.use
+    else:
+        use = _WorkersUse(loader)
+    use.contexts += 1
+    try:
+        yield
+    finally:
+        use.contexts -= 1
+        if not use.contexts:
+            use.end()
+
+
+class _WorkersUse:
+    """What all contexts of :func:`workers_outlive_signals` for one loader have in common."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        # A callback may have made this loader with the function of another one.
+        users = loader.worker_init_fn
+        while isinstance(users, (WorkerInit, SettingsInit)):
+            users = users.users
+        self._users = users
+        self.loader: DataLoader[Any] | None = loader
+        self.contexts = 0
+        self._persistent = loader.persistent_workers
+        self._undo = contextlib.ExitStack()
         temporary = None
-        # A rank uses its launch's folder; workers that outlive this context keep Python's own folder.
-        if "tempdir" not in process_config() and not loader.persistent_workers:
-            temporary = undo.enter_context(scratch_folder(f"{os.getpid()}-{time.monotonic_ns()}")).path
-        # Set on the user's loader, since a copy would not share its persistent workers; restored below.
-        loader.worker_init_fn = init = WorkerInit(_with_settings(loader), temporary)
-        try:
-            yield
-        finally:
-            if loader.worker_init_fn is init:  # otherwise, the user has assigned another function meanwhile
-                loader.worker_init_fn = users
-            # The traceback of an error may refer to an iterator, so that its workers would outlive their folder.
-            for iterator in () if loader.persistent_workers else tuple(init.iterators or ()):
-                end_workers_of(iterator)
+        # A rank uses its launch's folder; workers that outlive this use keep Python's own folder.
+        if "tempdir" not in process_config() and not self._persistent:
+            temporary = self._undo.enter_context(scratch_folder(f"{os.getpid()}-{time.monotonic_ns()}")).path
+        # Set on the user's loader, since a copy would not share its persistent workers; restored at the end.
+        loader.worker_init_fn = self._init = WorkerInit(_with_settings(loader, users), temporary)
+        self._init.use = self
+
+    def end(self) -> None:
+        loader, self.loader = self.loader, None
+        if loader is not None and loader.worker_init_fn is self._init:  # otherwise, the user has assigned another one
+            loader.worker_init_fn = self._users
+        # The traceback of an error may refer to an iterator, so that its workers would outlive their folder.
+        for iterator in () if self._persistent else tuple(self._init.iterators or ()):
+            end_workers_of(iterator)
+        self._undo.close()
 
 
-def _with_settings(loader: DataLoader[Any]) -> Any:
-    """Return the loader's ``worker_init_fn``.
+def _with_settings(loader: DataLoader[Any], users: Any) -> Any:
+    """Return the user's ``worker_init_fn``.
 
     If a rank spawns the workers, the function first applies the rank's settings.
     """
     context = loader.multiprocessing_context or multiprocessing
     # Forked workers inherit the settings.
-    if context.get_start_method() != "fork" and started_by_launch():
-        return SettingsInit(loader.worker_init_fn)
-    return loader.worker_init_fn
+    return SettingsInit(users) if context.get_start_method() != "fork" and started_by_launch() else users
 
 
 def check_requested(log: Sized, loader: Any, name: str) -> None:

@@ -209,8 +209,9 @@ def _check_data(feed: Any, place: dict[str, Any]) -> None:
     if place["epoch_steps"] and before is not None and now is not None and before != now:
         raise CheckpointError(
             f"the checkpoint was written in the middle of an epoch of {before} training samples, but the loader has "
-            f"{now} now, so the rest of that epoch can't be read. Pass the same dataset, assign it in a callback's "
-            "on_resume, or resume from a checkpoint at an epoch's end, where the dataset may have another length."
+            f"{now} now, so the rest of that epoch can't be read. Pass the same dataset, restore it in a callback's "
+            "on_resume or load_state_dict, or resume from a checkpoint at an epoch's end, where the dataset may have "
+            "another length."
         )
 
 

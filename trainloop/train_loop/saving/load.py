@@ -55,7 +55,7 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     check_checkpoint(loop, state)
     place, ranks = state["place"], state["ranks"]
     check_own_states(run, ranks)
-    if not run.hooks.on_resume:  # otherwise later: the hook may replace the loader
+    if not _may_restore_data(run):  # otherwise later
         run.take_data(place["epoch"])
         done_here(run, place)
     criterion, wrong = loop.criterion, about_criterion(loop, state)
@@ -98,6 +98,12 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     whole = loop.progress.epoch_ends or run.epoch_batches == run.feed.num_batches
     if run.skip_steps and not whole and loop.is_global_zero:
         _warn_of_begun_epoch(loop)
+
+
+def _may_restore_data(run: TrainingRun) -> bool:
+    """Return True if callbacks may replace the loader, or change its dataset, when they resume."""
+    with_state = (overrides_of_user(callback, name) for callback in run.loop.callbacks for name in _OWN_STATE)
+    return bool(run.hooks.on_resume) or any(with_state)
 
 
 def _warn_of_begun_epoch(loop: LoopState) -> None:
