@@ -1,4 +1,4 @@
-"""Run a rank that ``launch`` started: set its limits, receive its work, do it, report its failure, and end."""
+"""Run a rank that ``launch`` started: set its limits (descriptors), receive and do its work, report failures, end."""
 
 from __future__ import annotations
 

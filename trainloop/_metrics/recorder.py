@@ -1,4 +1,4 @@
-"""One rank's logs: recorded step by step, read in bulk, exchanged together."""
+"""One rank's logs: the values of steps and the totals of an epoch, recorded, and exchanged together."""
 
 from __future__ import annotations
 

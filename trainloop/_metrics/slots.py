@@ -1,4 +1,4 @@
-"""Slots for logged values on their device, until they are read; numbers of the CPU are read at once."""
+"""Memory on a device for logged tensors, until they are read in bulk; numbers of the CPU are read at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start processes on this machine, with the caller's import path: the ranks of a run and the models of a search.
+"""Start processes on this machine, with the caller's import path and a folder for sockets: ranks, models to search.
 
 :func:`from_server` forks them from ``multiprocessing``'s fork server, which imports torch once; :func:`spawned` starts
 fresh interpreters. A forked process inherits the state of the server, so it first applies the caller's environment,

@@ -1,4 +1,4 @@
-"""Several losses in one step: ``MultiLoss``; the weights of losses, and what ``get_loss`` yields."""
+"""Several losses in one step: ``MultiLoss``, the weights of losses, and the optimizer that a loss is for."""
 
 from __future__ import annotations
 

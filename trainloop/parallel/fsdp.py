@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: PyTorch's FSDP2 for models with a ``get_loss``."""
+"""Fully sharded data parallelism: PyTorch's FSDP2 for models with a ``get_loss``, also from the meta device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrap torch's schedulers as callbacks, also with a length that follows the training's; log learning rates.
+"""Wrap torch's schedulers as callbacks, also with a length that follows the training's; log and check rates.
 
 In every mode, a scheduler steps once per optimizer step or once per epoch, regardless of the numbers of ranks, replicas
 and micro-batches. It does not step if AMP skips the optimizer's step.

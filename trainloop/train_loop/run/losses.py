@@ -1,4 +1,4 @@
-"""Check the results of ``get_loss``: a loss, a loss with its weight, or losses that it yields one by one.
+"""Read what ``get_loss`` returns or yields: a loss, maybe with a weight; explain torch's errors about a step.
 
 This module separates a loss from its weight, and rejects it if it can't be differentiated.
 :mod:`trainloop.train_loop.training.gradients` computes the gradients.
