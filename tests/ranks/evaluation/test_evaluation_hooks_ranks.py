@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kit.small_loop import Net, make_loop
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from conftest import make_data
@@ -108,3 +108,40 @@ def test_a_hook_of_an_evaluation_predicts_on_all_ranks_and_its_buffer_stays() ->
     for first, second in computes.everyone:
         assert first == second == (len(tl.train_loader.dataset), first[1])
         assert sum(first[1]) > 0
+
+
+class Teacher(AbstractCallback):
+    """Evaluates another network in place of the model's: with statistics that each rank has from its own rows."""
+
+    def __init__(self) -> None:
+        super().__init__("teacher")
+        self.layer = nn.Sequential(nn.BatchNorm1d(3, affine=False), nn.Identity())
+        self.own: list[Any] = []
+
+    def on_train_begin(self) -> None:
+        self.layer[0].running_var.fill_(1 + distributed.get_rank())  # type: ignore[operator, union-attr]
+
+    def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
+        model: Any = self.train_loop_obj.model
+        self.before, model.fc = model.fc, nn.Sequential(model.fc, self.layer)
+
+    def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
+        self.train_loop_obj.model.fc = self.before
+
+    def on_epoch_end(self) -> None:
+        self.own.append(distributed.gather_object(self.layer[0].running_var.tolist()))  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.long
+def test_a_part_that_a_hook_puts_in_is_evaluated_with_the_buffers_of_rank_0() -> None:
+    found = []
+    for mode in ("single", "ddp"):
+        torch.manual_seed(0)
+        tl, teacher = make_loop(Net(), gpu_mode=mode, **({"devices": 2} if mode == "ddp" else {})), Teacher()
+        for group in tl.optimizer.param_groups:  # type: ignore[union-attr]
+            group["lr"] = 0.0
+        tl.validation_loader = DataLoader(make_data(33), 8)
+        tl.fit(num_epochs=1, callbacks=[teacher])
+        found.append(tl.history["val_loss"])
+    assert found[0] == pytest.approx(found[1])
+    assert teacher.own == [[[1.0] * 3, [2.0] * 3]]

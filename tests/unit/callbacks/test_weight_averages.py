@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,25 @@ def test_lazy_layers_and_layers_that_are_added_later() -> None:
     loop.fit(2, callbacks=[ema, Grows("grows")])
     assert set(ema.average) == {"fc.weight", "fc.bias", "extra"}
     assert torch.equal(ema.average["extra"], torch.ones(2))
+
+
+@pytest.mark.parametrize("make", [ExponentialMovingAverage, partial(StochasticWeightAveraging, start=0)])
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_batch_begin", "on_batch_end"])
+def test_the_average_of_a_layer_that_a_callback_enlarges_begins_with_its_weights(make: Any, hook: str) -> None:
+    class Enlarges(AbstractCallback):
+        def enlarge(self) -> None:
+            loop = self.train_loop_obj
+            if loop.epoch == 1 and loop.model.fc.out_features == 3:
+                loop.model.fc = nn.Linear(loop.model.fc.in_features, 7)
+
+    setattr(Enlarges, hook, Enlarges.enlarge)
+    loop, average = make_loop(), make()
+    before = loop.model.fc.weight.detach().clone()
+    loop.fit(3, callbacks=[average, Enlarges("enlarges")])
+    assert before.shape[0] == 3
+    assert average.average["fc.weight"].shape[0] == 7
+    # No optimizer has the new weights, which therefore stay.
+    torch.testing.assert_close(average.average["fc.weight"], loop.model.fc.weight.detach())
 
 
 def test_a_rule_of_one_s_own() -> None:

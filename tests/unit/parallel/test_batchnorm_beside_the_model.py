@@ -105,3 +105,29 @@ def test_a_layer_that_a_hook_adds_normalises_over_all_ranks(hook: str, affine: b
 @pytest.mark.long
 def test_a_layer_that_replaces_one_normalises_over_all_ranks() -> None:
     assert_like_one_process("ddp", nn.MSELoss, lambda: RemovesIt("on_batch_end", affine=True))
+
+
+class FailsAtTheEnd(AddsALayer):
+    def on_epoch_end(self) -> None:
+        raise ZeroDivisionError("on purpose")
+
+
+@pytest.mark.long
+def test_after_a_failure_an_added_layer_has_its_own_class() -> None:
+    model = Net()
+    loader = DataLoader(ROWS, 4)
+    loop = TrainLoop(
+        model,
+        loader,
+        optimizer=optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.MSELoss(),
+        sync_batchnorm=True,
+        accelerator="cpu",
+        gpu_mode="ddp",
+        devices=2,
+        progress_bar=False,
+    )
+    with pytest.raises(Exception, match="on purpose"):
+        loop.fit(num_epochs=1, callbacks=[FailsAtTheEnd("on_batch_begin", True)])
+    assert type(model.between) is nn.BatchNorm1d
+    assert not {"process_group", "_class_before_sync"} & vars(model.between).keys()

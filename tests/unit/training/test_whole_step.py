@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
-from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTModel
 from trainloop.callbacks import LearningRateMonitor, LRScheduler, ModelCheckpoint, TensorBoard
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.training.whole_step import WholeStepTraining
@@ -534,3 +534,77 @@ def test_what_a_step_changes_stays_in_its_place(
     for changed, stay in found:
         assert changed
         assert changed <= stay, f"{len(changed - stay)} of {len(changed)} may be elsewhere in the next step"
+
+
+class Notes(AbstractCallback):
+    """Changes the loop in the second epoch."""
+
+    def __init__(self, change: Any, hook: str, called: list[int]) -> None:
+        super().__init__("notes")
+        self.change, self.hook, self.called = change, hook, called
+
+    def on_epoch_begin(self) -> None:
+        if self.hook == "on_epoch_begin" and self.train_loop_obj.epoch == 1:
+            self.change(self.train_loop_obj, self.called)
+
+    def on_batch_begin(self) -> None:
+        if self.hook == "on_batch_begin" and self.train_loop_obj.global_step == 8:
+            self.change(self.train_loop_obj, self.called)
+
+
+def another_criterion(loop: Any, called: list[int]) -> None:
+    loop.criterion = nn.CrossEntropyLoss(label_smoothing=0.5)
+
+
+def another_optimizer(loop: Any, called: list[int]) -> None:
+    loop.optimizer = sgd(loop.model.parameters())  # with the same settings
+
+
+def several_optimizers(loop: Any, called: list[int]) -> None:
+    loop.optimizer = MultiOptimizer([sgd(loop.model.parameters())])
+
+
+def smaller_norm(loop: Any, called: list[int]) -> None:
+    loop.gradient_clip_norm = 0.01
+
+
+def another_reduction(loop: Any, called: list[int]) -> None:
+    loop.criterion.reduction = "sum"
+
+
+def hook_of_the_optimizer(loop: Any, called: list[int]) -> None:
+    loop.optimizer.register_step_post_hook(lambda *_: called.append(1))
+
+
+def another_callback(loop: Any, called: list[int]) -> None:
+    class Calls(AbstractCallback):
+        def on_after_gradient_update(self, optimizer_idx: int) -> None:
+            called.append(1)
+
+    loop.callbacks = [*loop.callbacks, Calls("calls")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hook", ["on_epoch_begin", "on_batch_begin"])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (another_criterion, "criterion was assigned"),
+        (another_optimizer, "optimizer was assigned"),
+        (several_optimizers, "(several optimizers|optimizer was assigned)"),
+        (smaller_norm, "gradient_clip_norm was assigned"),
+        (another_reduction, "a sum over samples"),
+        (hook_of_the_optimizer, "observes the optimizer"),
+        (another_callback, "on_after_gradient_update of calls"),
+    ],
+)
+def test_what_a_callback_changes_later_is_not_lost_in_the_graph(change: Any, reason: str, hook: str) -> None:
+    found = []
+    for compiles in ("step", False):
+        loop, called = make_loop(compile=compiles, gradient_clip_norm=1.0), []  # type: ignore[var-annotated]
+        loop.criterion = nn.CrossEntropyLoss()
+        epochs = 3 if change is another_callback else 2  # it takes effect at the next epoch
+        with pytest.warns(UserWarning, match=reason) if compiles else warnings_are_errors():
+            loop.fit(num_epochs=epochs, callbacks=[Notes(change, hook, called)])
+        found.append([*loop.model.state_dict().values(), torch.tensor(loop.history["loss"]), torch.tensor(called)])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-9)

@@ -20,7 +20,7 @@ from trainloop.callbacks.arguments import check_counts, check_flags, number_of
 from trainloop.callbacks.base import AbstractCallback, logs_nothing, require_loader
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim.parameters import note_registrations
-from trainloop.parallel.sharded.shards import is_sharded, local_shard, shard_like
+from trainloop.parallel.sharded.shards import full_tensor, is_sharded, local_shard, shard_like
 from trainloop.parallel.sync_batchnorm import BatchNorm
 
 __all__ = ["ExponentialMovingAverage", "StochasticWeightAveraging", "WeightAverage"]
@@ -132,17 +132,20 @@ class WeightAverage(AbstractCallback):
         return {name: p for name, p in found.items() if not is_lazy(p)}
 
     def _find_parameters(self) -> None:
-        """Find the parameters of the average. The average of a new parameter begins with its value."""
+        """Find the parameters of the average. The average of a new or an enlarged parameter begins with its value."""
         parameters = self._parameters()
         self._is_outdated = any(map(is_lazy, self.train_loop_obj.model.parameters()))
         self.average = {
-            name: self.average[name].to(p.device) if name in self.average else _at_least_float32(p.detach()).clone()
+            name: _placed_like(self.average[name], p) if self._has(name, p) else _at_least_float32(p.detach()).clone()
             for name, p in parameters.items()
         }
         # to_local() of a sharded parameter takes long; nobody can give it other memory.
         weights = [local_shard(p) if is_sharded(p) else p for p in parameters.values()]
         self._pairs = (list(map(local_shard, self.average.values())), weights)
         self._widens = any(a.dtype != w.dtype for a, w in zip(*self._pairs, strict=True))
+
+    def _has(self, name: str, parameter: Tensor) -> bool:
+        return name in self.average and self.average[name].shape == parameter.shape
 
     def _before_use(self) -> None:
         """Called before the average is read."""
@@ -191,9 +194,10 @@ class WeightAverage(AbstractCallback):
     def state_dict(self) -> dict[str, Any]:
         # In a checkpoint from the end of training, the model's weights are the average. What was registered since the
         # last update begins with the next one: rank 0 alone may be asked for the state.
-        later = sorted(self._parameters().keys() - self.average.keys())
+        later = sorted(name for name, p in self._parameters().items() if not self._has(name, p))
+        average = {name: value for name, value in self.average.items() if name not in later}
         trained = dict(self._trained or {})
-        return {"average": dict(self.average), "updates": self.updates, "trained": trained, "later": later}
+        return {"average": average, "updates": self.updates, "trained": trained, "later": later}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         weights = self.weights()
@@ -331,6 +335,9 @@ class ExponentialMovingAverage(WeightAverage):
             return self.decay
         return min(self.decay, 1 - (1 + n) ** -(2 / 3 if self.warmup is True else self.warmup))
 
+    def _has(self, name: str, parameter: Tensor) -> bool:
+        return name in self.average and self.average[name].shape == parameter.shape
+
     def _before_use(self) -> None:
         super()._before_use()
         self._follow_weights()
@@ -399,6 +406,13 @@ def _copy_weights(targets: dict[str, Tensor], sources: dict[str, Tensor]) -> Non
 def _sharded_like(average: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the average, sharded in the same way as the weights."""
     return {name: shard_like(value, weights[name]) if name in weights else value for name, value in average.items()}
+
+
+def _placed_like(average: Tensor, parameter: Tensor) -> Tensor:
+    """Return the average on the parameter's device. Collective if a module that fsdp does not shard took its place."""
+    if is_sharded(average) and not is_sharded(parameter):
+        average = full_tensor(average)
+    return average.to(parameter.device)
 
 
 def _equal(weight: Tensor, average: Tensor) -> bool:

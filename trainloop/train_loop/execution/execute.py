@@ -209,6 +209,8 @@ def _as_rank(
             if rank_side is not None and process.local_rank == 0 and getattr(run, "between_epochs", False):
                 side = rank_side
                 with suppress(Exception):  # the first error is the one to report
+                    if run.place.synced is not None:  # the caller gets new layers with the class that they had
+                        run.place.synced.revert()
                     launch.rescue_result(lambda: side.end_state((None, None if caller is None else rng.capture())))
             raise
     if rank_side is None:

@@ -401,7 +401,7 @@ class Run:
         parts = [part for module in modules for part in module.modules()]
         # A separate recorder, since the training's recorder may be in the middle of an epoch.
         recorder = Recorder(rank=self.loop.rank, exchange=self.exchange, on_step=False, prefix=prefix)
-        buffers = _buffers_of_rank_0(modules) if self.parallel else nullcontext()
+        buffers = _buffers_of_rank_0(parts) if self.parallel else nullcontext()
         loop = self.loop
         own: AbstractContextManager[None] = nullcontext()
         if self.trains:
@@ -421,7 +421,10 @@ class Run:
                     # The plain module is the one around a dict of criteria.
                     further = [part for part in now if id(part) not in known and type(part) is not nn.Module]
                     self.listen_to_parts(further)
-                with evaluating(*further) if further else _NOTHING:
+                with (
+                    evaluating(*further) if further else _NOTHING,
+                    _buffers_of_rank_0(further) if further and self.parallel else _NOTHING,
+                ):
                     yield recorder
         finally:
             self._passes = passes
@@ -555,12 +558,12 @@ def _before_hooks(batches: Iterable[Any], hooks: HookTable, recorder: Recorder, 
 
 
 @contextmanager
-def _buffers_of_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the block, all ranks use rank 0's buffers; a buffer that a hook changes there keeps the change.
+def _buffers_of_rank_0(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside the block, all ranks use rank 0's buffers of these modules; a buffer that a hook changes keeps the change.
 
     (Buffers differ between ranks if DDP doesn't broadcast them.)
     """
-    buffers = list({id(b): b for module in modules for b in module.buffers()}.values())
+    buffers = list({id(b): b for part in parts for b in part.buffers(recurse=False)}.values())
     kept = [buffer.clone() for buffer in buffers] if distributed.get_rank() else []
     copy_from_first(buffers)
     versions = [buffer._version for buffer in buffers]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -47,6 +47,12 @@ class WholeStepTraining(Training):
     """True if the parameters have the graph's gradients."""
     step_taken = False
     """True if the graph has taken the current step."""
+    _constants: tuple[Any, Any, float | None] | None = None
+    """The criterion, the optimizer and the norm for clipping in the graph; ``None`` before it is compiled."""
+    _parameters: Sequence[Tensor] = ()
+    """Parameters that the graph trains."""
+    _gradients: Sequence[Tensor] = ()
+    """Their gradients, which stay in the same memory."""
     _settings: list[dict[str, Any]]
     """Optimizer settings that are constants of the graph; these include learning rates if ``_rates`` is ``None``."""
     _rates: list[Tensor] | None = None
@@ -65,13 +71,14 @@ class WholeStepTraining(Training):
         self.stage = "forward"
         self.begin_batch(0, size)
         # Compile only now: hooks of the batch or the epoch may set a rate, or unfreeze layers.
-        if self._whole is None:
+        changed = self._changed()
+        if changed is None and self._whole is None:
             self._compile(follows_rates=self._is_scheduled())
-        elif self._settings and (now := self._settings_now()) != self._settings:
+        elif changed is None and self._settings and (now := self._settings_now()) != self._settings:
             changed = self._apply_settings(now)
-            if changed is not None:
-                self._stop_compiling(changed)
-                return super().forward_backward(step, first=first, begun=1, wants_loss=wants_loss)
+        if changed is not None:
+            self._stop_compiling(changed)
+            return super().forward_backward(step, first=first, begun=1, wants_loss=wants_loss)
         self._attached = True
         for parameter, gradient in zip(self._parameters, self._gradients):
             if parameter.grad is not gradient:  # in the first step, and after zero_grad() in a hook
@@ -125,21 +132,25 @@ class WholeStepTraining(Training):
 
     def _reason_against(self, step: StepBatches) -> str | None:
         """Return the reason why steps can't be one graph, if it is known before compiling; else ``None``."""
-        loop, gradients = self.loop, self.gradients
         if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
             return f"torch {torch.__version__} can't trace a backward pass into a graph (torch 2.13 can)"
-        if loop.gpu_mode != "single":
-            return f"gpu_mode={loop.gpu_mode!r} exchanges gradients between backward and the optimizer's step"
-        if loop.grad_accumulation > 1 or len(step.batches) != 1:
+        if self.loop.gpu_mode != "single":
+            return f"gpu_mode={self.loop.gpu_mode!r} exchanges gradients between backward and the optimizer's step"
+        if self.loop.grad_accumulation > 1 or len(step.batches) != 1:
             return "a step of several micro-batches is several backward passes"
         if self.place.scaler.is_enabled():
             return "with fp16, a step may be skipped after backward (use bf16)"
+        return self._reason_of_loop()
+
+    def _reason_of_loop(self) -> str | None:
+        """Return the reason why steps can't be one graph, if callbacks can bring it about while the loop runs."""
+        loop, gradients = self.loop, self.gradients
         if self.hooks.on_after_gradient_update:
             users = [cb.callback_name for cb in loop.callbacks if cb.uses_hook("on_after_gradient_update")]
             whose = f"of {', '.join(users)} " if users else ""
             return f"on_after_gradient_update {whose}runs between backward and the optimizer's step"
         if gradients.sums is not None:
-            return "the loss is a sum over samples"
+            return _OF_SUMS
         if isinstance(loop.optimizer, MultiOptimizer):
             return "there are several optimizers"
         (optimizer,) = gradients.optimizers
@@ -148,7 +159,7 @@ class WholeStepTraining(Training):
         if any(group.get("fused") for group in optimizer.param_groups):
             return "torch keeps optimizers with fused=True out of graphs (leave fused out: the compiler fuses anyway)"
         if is_watched(optimizer):
-            return "a hook or a wrapper observes the optimizer's steps"
+            return _WATCHED
         return self._hooked()
 
     def _hooked(self) -> str | None:
@@ -158,9 +169,25 @@ class WholeStepTraining(Training):
 
     def _begin_epoch(self) -> Iterator[StepBatches]:
         steps = super()._begin_epoch()
-        if self._whole is not None and (reason := self._hooked()) is not None:  # hooks may have been added
+        if self._whole is not None and (reason := self._reason_of_loop()) is not None:  # hooks may have been added
             self._stop_compiling(reason)
         return steps
+
+    def _changed(self) -> str | None:
+        """Return the reason if a callback has changed what the graph contains, or can't do. Called before each step."""
+        if self._constants is None:
+            return self._reason_of_loop()
+        criterion, optimizer, norm = self._constants
+        loop, text = self.loop, "tl.{} was assigned, but the graph contains the one before"
+        if loop.criterion is not criterion:
+            return text.format("criterion")
+        if loop.optimizer is not optimizer:
+            return text.format("optimizer")
+        if loop.gradient_clip_norm != norm:
+            return text.format("gradient_clip_norm")
+        if self.gradients.sums is not None:  # criterion.reduction was set
+            return _OF_SUMS
+        return _WATCHED if is_watched(optimizer) else None
 
     def _may_continue(self, error: Exception) -> bool:
         """Return True if a failed step has changed nothing, because it failed in the compilation."""
@@ -174,6 +201,9 @@ class WholeStepTraining(Training):
 
     def _detach(self) -> None:
         self._attached = False
+        for parameter, gradient in zip(self._parameters, self._gradients):  # also of those that left the optimizer
+            if parameter.grad is gradient:
+                parameter.grad = None
         self.gradients.optimizers[0].zero_grad(set_to_none=True)
 
     def _settings_now(self) -> list[dict[str, Any]]:
@@ -251,6 +281,7 @@ class WholeStepTraining(Training):
         note_steps_elsewhere(optimizer)
         parameters, gradients = self._parameters, self._gradients
         clipped, norm = list(self.gradients.learned), loop.gradient_clip_norm
+        self._constants = loop.criterion, optimizer, norm
         model, criterion, device, autocast = loop.model, loop.criterion, self.place.device, self.place.autocast
         take_step = inspect.unwrap(type(optimizer).step)  # without torch's graph breaks around it
 
@@ -294,6 +325,10 @@ class WholeStepTraining(Training):
                 log(name, value, asked, batch_size)
 
         return sink
+
+
+_OF_SUMS = "the loss is a sum over samples"
+_WATCHED = "a hook or a wrapper observes the optimizer's steps"
 
 
 @contextmanager
