@@ -335,9 +335,6 @@ class ExponentialMovingAverage(WeightAverage):
             return self.decay
         return min(self.decay, 1 - (1 + n) ** -(2 / 3 if self.warmup is True else self.warmup))
 
-    def _has(self, name: str, parameter: Tensor) -> bool:
-        return name in self.average and self.average[name].shape == parameter.shape
-
     def _before_use(self) -> None:
         super()._before_use()
         self._follow_weights()
