@@ -298,3 +298,23 @@ def test_a_worker_init_fn_that_a_callback_assigns_is_called_from_the_next_epoch_
     assert tl.train_loader.worker_init_fn is tl.validation_loader.worker_init_fn is sets_zero
     for loader in (tl.train_loader, tl.validation_loader):
         end_workers(loader)
+
+
+class GrowsAndEvaluates(Grows):
+    """Adds rows within an epoch, and reads them."""
+
+    def on_batch_end(self) -> None:
+        self.on_epoch_end()
+        self.train_loop_obj.evaluate_loss_on_train_set()
+
+
+@pytest.mark.filterwarnings("ignore:the training changes")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_evaluation_of_the_changed_training_loader_leaves_the_workers_of_the_epoch(persistent: bool) -> None:
+    tl = loop_of(Rows(rows()), persistent_workers=persistent, timeout=20)
+    tl.seed = None
+    tl.fit(num_epochs=1, callbacks=[GrowsAndEvaluates("grows")])
+    assert tl.global_step == 6  # the batches of the 21 rows at the beginning
+    tl.fit(num_epochs=1)
+    assert tl.global_step == 6 + 9  # of 33 rows
+    end_workers(tl.train_loader)
