@@ -12,9 +12,10 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop.data.loader.loader_copies import end_workers
 
 
 class Rows(Dataset[Any]):
@@ -255,3 +256,65 @@ def test_workers_outlive_signals_after_the_loader_has_changed(seed: int | None) 
     tl.seed = seed
     tl.fit(num_epochs=3, callbacks=[Reads("changes")])
     assert set(found) == {"WorkerInit"}
+
+
+def sets_zero(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.rows = torch.zeros_like(info.dataset.rows)  # type: ignore[attr-defined]
+
+
+class AssignsTheFunction(AbstractCallback):
+    """Assigns another function to both loaders before the second epoch."""
+
+    def on_epoch_begin(self) -> None:
+        tl = self.train_loop_obj
+        if tl.epoch == 1:
+            tl.train_loader.worker_init_fn = tl.validation_loader.worker_init_fn = sets_zero
+
+
+class Sums(Net):
+    """Logs the sum of each batch, which is small if the rows are zeros."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        self.log("rows", float(batch_data[0].sum()))
+        return super().get_loss(batch_data, criterion, device)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_init_fn_that_a_callback_assigns_is_called_from_the_next_epoch_on(
+    seed: int | None, persistent: bool
+) -> None:
+    tl = loop_of(Rows(rows()), persistent_workers=persistent, worker_init_fn=notes_worker)
+    tl.model = Sums()
+    tl.optimizer = torch.optim.SGD(tl.model.parameters(), 0.01)
+    tl.seed = seed
+    tl.validation_loader = DataLoader(Rows(rows()), 4, num_workers=1, persistent_workers=persistent)
+    tl.fit(num_epochs=2, callbacks=[AssignsTheFunction("assigns")])
+    for name in ("rows", "val_rows"):
+        before, after = tl.history[name]
+        assert before > 10 > after, name
+    assert tl.train_loader.worker_init_fn is tl.validation_loader.worker_init_fn is sets_zero
+    for loader in (tl.train_loader, tl.validation_loader):
+        end_workers(loader)
+
+
+class GrowsAndEvaluates(Grows):
+    """Adds rows within an epoch, and reads them."""
+
+    def on_batch_end(self) -> None:
+        self.on_epoch_end()
+        self.train_loop_obj.evaluate_loss_on_train_set()
+
+
+@pytest.mark.filterwarnings("ignore:the training changes")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_evaluation_of_the_changed_training_loader_leaves_the_workers_of_the_epoch(persistent: bool) -> None:
+    tl = loop_of(Rows(rows()), persistent_workers=persistent, timeout=20)
+    tl.seed = None
+    tl.fit(num_epochs=1, callbacks=[GrowsAndEvaluates("grows")])
+    assert tl.global_step == 6  # the batches of the 21 rows at the beginning
+    tl.fit(num_epochs=1)
+    assert tl.global_step == 6 + 9  # of 33 rows
+    end_workers(tl.train_loader)

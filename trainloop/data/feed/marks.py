@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from trainloop.data.loader.loaders import has_own_length, is_stream, plain_batches
+from trainloop.data.loader.loaders import has_own_length, is_stream, plain_batches, users_worker_init
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of, parts_of_loader
 
@@ -31,7 +31,7 @@ _TORCHS = (
     *(ConcatDataset, Subset, TensorDataset),
 )
 _PARTS = ("batch_sampler", "sampler", "dataset", "data_source")
-# Set in each epoch, and read in each epoch.
+# The loop sets them: the epoch in each epoch, and a function around the user's, which is compared separately.
 _OWN = frozenset({"epoch", "worker_init_fn"})
 _PLAIN = (int, float, bool, str)
 
@@ -51,12 +51,14 @@ class LoaderMarks:
         self.loader = loader
         self._attributes: list[tuple[dict[str, Any], int, list[tuple[str, Any]]]] = []
         self._lengths: list[tuple[Any, int | None]] = []
+        self._worker_init: tuple[DataLoader[Any], Any] | None = None
         if isinstance(loader, SplitBatches):
             self._note_attributes(loader)
             loader = loader.loader
         if isinstance(loader, DataLoader):
             self._note_attributes(loader, "_DataLoader__multiprocessing_context")
             self._note_parts(loader)
+            self._worker_init = loader, users_worker_init(loader)
 
     def _note_attributes(self, part: Any, *further: str) -> None:
         attributes = vars(part)
@@ -90,6 +92,10 @@ class LoaderMarks:
                 now = attributes.get(name)
                 if now is not before and not (type(now) is type(before) and type(now) in _PLAIN and now == before):
                     return True
+        if self._worker_init is not None:
+            loader, init = self._worker_init
+            if users_worker_init(loader) is not init:
+                return True
         if not by_epoch and any(callable(getattr(part, "set_epoch", None)) for part, _ in self._lengths):
             return False
         return any(length_of(part) != length for part, length in self._lengths)

@@ -215,15 +215,20 @@ def workers_outlive_signals(loader: Any) -> Iterator[None]:
             use.end()
 
 
+def users_worker_init(loader: DataLoader[Any]) -> Any:
+    """Return the user's ``worker_init_fn`` of a loader, also while :func:`workers_outlive_signals` has replaced it."""
+    users = loader.worker_init_fn
+    # More than once: a callback may have made this loader with the function of another one.
+    while isinstance(users, (WorkerInit, SettingsInit)):
+        users = users.users
+    return users
+
+
 class _WorkersUse:
     """What all contexts of :func:`workers_outlive_signals` for one loader have in common."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        # A callback may have made this loader with the function of another one.
-        users = loader.worker_init_fn
-        while isinstance(users, (WorkerInit, SettingsInit)):
-            users = users.users
-        self._users = users
+        self._users = users = users_worker_init(loader)
         self.loader: DataLoader[Any] | None = loader
         self.contexts = 0
         self._persistent = loader.persistent_workers

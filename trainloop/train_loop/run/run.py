@@ -176,6 +176,10 @@ class Run:
         own = self._own_loaders()
         self.loop.note(worker_marks=[m for m in self.loop.worker_marks if any(m.loader is one for one in own)])
 
+    def _trains_with(self, loader: Any) -> bool:
+        """Return True if a training reads this very loader, and no copy: it may need its workers in this epoch."""
+        return any(feed.loader is loader for feed in self._open_feeds if not isinstance(feed, EvalFeed))
+
     def _own_loaders(self) -> tuple[Any, ...]:
         return self.loop.train_loader, self.loop.validation_loader, self.loop.test_loader
 
@@ -184,6 +188,8 @@ class Run:
 
         They have copies of the dataset as it was.
         """
+        if self._trains_with(loader):  # the training ends them at the next epoch
+            return
         loop, own = self.loop, self._own_loaders()
         known = [marks for marks in loop.worker_marks if any(marks.loader is one for one in own)]
         if any(marks.loader is loader and marks.changed() for marks in known):
@@ -200,7 +206,8 @@ class Run:
         kept = self._eval_feeds.pop(id(loader), None)
         if kept is not None and kept[0].changed():
             self.close_feed(kept[1])
-            end_workers(loader)
+            if not self._trains_with(loader):
+                end_workers(loader)
             kept = None
         if kept is None:
             self._forget_feeds()
