@@ -116,9 +116,11 @@ class DeclaredReductions:
 
 
 def _entries_of(criterion: Any) -> list[Any] | None:
-    if type(criterion) is dict:
-        return list(criterion.values())
-    return list(criterion) if type(criterion) is list else None
+    """Return the entries of a dict or a list of criteria, and of those in it; None for any other object."""
+    if not isinstance(criterion, (Mapping, list, tuple)):
+        return None
+    entries = criterion.values() if isinstance(criterion, Mapping) else criterion
+    return [part for entry in entries for part in _entries_of(entry) or [entry]]
 
 
 def _is_divided(loss: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,8 @@ class Net(TTBasicModel):
         return self.layer(x)
 
     def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Tensor:
-        loss = criterion["a"] if isinstance(criterion, dict) else criterion[0] if type(criterion) is list else criterion
+        loss = criterion["a"] if isinstance(criterion, dict) else criterion
+        loss = loss[0] if type(loss) is list else loss
         found: Tensor = loss(self(batch_data[0]), batch_data[1])
         return found
 
@@ -93,11 +95,22 @@ def trained(criterion: Any, change: Callable[[Any], None], batch: int, accumulat
         (nn.MSELoss, set_sum),
         (lambda: {"a": nn.MSELoss()}, lambda criterion: set_sum(criterion["a"])),
         (lambda: {"a": nn.MSELoss()}, lambda criterion: criterion.update(a=nn.MSELoss(reduction="sum"))),
+        (lambda: OrderedDict(a=nn.MSELoss()), lambda criterion: criterion.update(a=nn.MSELoss(reduction="sum"))),
+        (lambda: {"a": [nn.MSELoss()]}, lambda criterion: criterion["a"].__setitem__(0, nn.MSELoss(reduction="sum"))),
         (lambda: [nn.MSELoss()], lambda criterion: set_sum(criterion[0])),
         (Wrapped, lambda criterion: set_sum(criterion.inner)),
         (Wrapped, replace_inner),
     ],
-    ids=["criterion", "in a dict", "another in a dict", "in a list", "in a module", "another in a module"],
+    ids=[
+        "criterion",
+        "in a dict",
+        "another in a dict",
+        "in an ordered dict",
+        "within a dict",
+        "in a list",
+        "in a module",
+        "another in a module",
+    ],
 )
 def test_the_next_batch_has_the_rule_of_the_new_reduction(make: Any, change: Any, mode: dict[str, Any]) -> None:
     expected = trained(make(), change, 16, 1)

@@ -801,9 +801,8 @@ class Training(Run):
         self.epoch_batches += 1
         for hook in hooks.on_batch_begin:
             hook()
-        if self.gradients.outdated:  # a module was registered
+        if self.gradients.outdated or self.gradients.declared.changed():  # outdated: a module was registered
             self.follow_modules(trained_modules(self.loop.model, self.loop.criterion))
-        if self.gradients.outdated or self.gradients.declared.changed():
             self.gradients.take_rules()
         if not i and (hooks.in_steps or self.gradients.outdated or self.gradients.trained is not None):
             self.gradients.follow_at_step_begin()
