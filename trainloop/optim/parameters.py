@@ -34,7 +34,8 @@ def criterion_module(criterion: Any) -> nn.Module | None:
     for key, part in entries:
         module = criterion_module(part)
         if module is not None:
-            whole.add_module(f"[{key}]".replace(".", "_"), module)  # with brackets, it is no name of nn.Module's own
+            # With brackets, it is no name of nn.Module's own. Not add_module, which note_registrations() would note.
+            whole._modules[f"[{key}]".replace(".", "_")] = module
     return whole if whole._modules else None
 
 
