@@ -116,8 +116,9 @@ def fit(
         raise ConfigurationError(
             f"make_loop returned a {type(made).__name__}. Return a TrainLoop, or an object with fit and predict."
         )
-    if fold is not None and (outcome.predictions is None or len(outcome.predictions) != len(fold.validation)):
-        number = 0 if outcome.predictions is None else len(outcome.predictions)
+    numbers: list[int] = [] if outcome.predictions is None else _numbers_of_rows(outcome.predictions)
+    if fold is not None and set(numbers) != {len(fold.validation)}:
+        number = next((number for number in numbers if number != len(fold.validation)), 0)
         if not hasattr(made, "predict_on_validation_set"):
             raise ConfigurationError(
                 f"the {type(outcome.model).__name__} predicts {number} rows, but the fold holds out "
@@ -138,10 +139,9 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
         loop.fit(**given)
     predictions, truth = None, None
     if loop.validation_loader is not None:
-        predictions, truth, _ = loop.predict_on_validation_set()
-        predictions = as_rows(predictions)
+        predictions, truth = (by_column(as_rows, rows) for rows in loop.predict_on_validation_set()[:2])
     if callable(metric):
-        score = _score(metric, as_rows(truth), predictions)
+        score = _score(metric, truth, predictions)
     elif metric in loop.history:
         score = float(loop.history[metric][-1])
     elif metric == "val_loss" and loop.validation_loader is not None:
@@ -159,8 +159,9 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
     return Outcome(score, predictions, model)
 
 
-def _score(metric: Callable[[Any, Any], Any], truth: Any, predictions: Any) -> float:
-    value = metric(truth, predictions)
+def _score(metric: Callable[..., Any], truth: Any, predictions: Any, classes: list[Any] | None = None) -> float:
+    takes_classes = classes is not None and getattr(metric, "takes_classes", False)
+    value = metric(truth, predictions, classes=classes) if takes_classes else metric(truth, predictions)
     try:
         return float(value)
     except (TypeError, ValueError) as error:
@@ -177,15 +178,15 @@ def _fit_estimator(loop: EstimatorLoop, fit_args: Mapping[str, Any] | None, metr
         )
     estimator = loop.fit(**(fit_args or {}))
     x, y = loop.validation
-    predictions = predict_with(estimator, x)
+    predictions, classes = predict_with(estimator, x), classes_of(estimator)
     if callable(metric):
-        score = _score(metric, as_rows(y), predictions)
+        score = _score(metric, as_rows(y), predictions, classes)
     elif metric == "val_loss":
         score = _validation_loss(estimator, predictions, np.asarray(y))
     else:
         metrics = import_extra("sklearn.metrics", f"metric={metric!r} of a {type(estimator).__name__}", "metrics")
         score = float(metrics.get_scorer(metric)(estimator, x, y))
-    return Outcome(score, predictions, estimator, classes_of(estimator))
+    return Outcome(score, predictions, estimator, classes)
 
 
 def _validation_loss(estimator: Any, predictions: np.ndarray[Any, Any], truth: np.ndarray[Any, Any]) -> float:
@@ -227,6 +228,22 @@ def as_rows(values: Any) -> Any:
         return rows
 
 
+def by_column(function: Callable[..., Any], *predictions: Any) -> Any:
+    """Call a function with predictions; if ``get_predictions`` returns a dict or a tuple, for each of its columns."""
+    first = predictions[0]
+    if isinstance(first, Mapping):
+        return {name: by_column(function, *(each[name] for each in predictions)) for name in first}
+    if isinstance(first, tuple):
+        return tuple(by_column(function, *columns) for columns in zip(*predictions, strict=True))
+    return function(*predictions)
+
+
+def _numbers_of_rows(predictions: Any) -> list[int]:
+    numbers: list[int] = []
+    by_column(lambda rows: numbers.append(len(rows)), predictions)
+    return numbers
+
+
 def predict_with(model: Any, data: Any) -> Any:
     """Return the predictions of one trained model, with a row for each row of ``data``.
 
@@ -237,7 +254,7 @@ def predict_with(model: Any, data: Any) -> Any:
     """
     if hasattr(model, "get_predictions"):
         loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)
-        return as_rows(TrainLoop(model, None, progress_bar=False).predict_with_model(loader)[0])
+        return by_column(as_rows, TrainLoop(model, None, progress_bar=False).predict_with_model(loader)[0])
     if hasattr(model, "predict_proba") and not _has_several_targets(model):
         return as_rows(model.predict_proba(data))
     return as_rows(model.predict(data))
@@ -296,11 +313,22 @@ def combine(
 
     In a tie, the class with the lowest label is returned. ``classes`` has the result of :func:`classes_of` for each
     model. With ``votes``, floats are classes, too.
+
+    Raises
+    ------
+    ConfigurationError
+        If rows are objects that have no order, such as dicts with the boxes of an image.
     """
     rows = align(predictions, classes or [None] * len(predictions))
     if rows[0].dtype.kind in "fc" and not votes:
         return np.mean(rows, axis=0)
-    values, codes = np.unique(np.stack(rows), return_inverse=True)
+    try:
+        values, codes = np.unique(np.stack(rows), return_inverse=True)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"the models' predictions can't be combined: {error}. Predict with each model of predictor.models, and "
+            "combine the rows yourself."
+        ) from error
     codes = codes.reshape(len(rows), *rows[0].shape)
     counts = np.stack([(codes == code).sum(axis=0) for code in range(len(values))])
     return values[counts.argmax(axis=0)]

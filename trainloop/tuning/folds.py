@@ -138,7 +138,13 @@ def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:
                 f"folds={given!r} needs the data to split. Pass data=(x, y) or targets (one per row) to tune, or "
                 "folds=list(splitter.split(x, y, groups))."
             )
-        given = given.split(np.zeros(length) if x is None else x, y)
+        try:
+            given = list(given.split(np.zeros(length) if x is None else x, y))
+        except (TypeError, ValueError) as error:  # such as GroupKFold without groups
+            raise ConfigurationError(
+                f"folds={given!r} can't split the data: {error} If it needs more than the data and the targets, pass "
+                "folds=list(splitter.split(x, y, groups))."
+            ) from error
     if isinstance(given, Iterator):  # such as the iterator that a splitter's split returns
         given = list(given)
     if not isinstance(given, (list, tuple)) or len(given) < 2:

@@ -15,7 +15,7 @@ from trainloop.extending import import_extra, path_of
 from trainloop.history import format_table, html_table
 from trainloop.resources import Plan
 from trainloop.tuning import fitting
-from trainloop.tuning.fitting import align, is_number
+from trainloop.tuning.fitting import align, by_column, is_number
 from trainloop.tuning.folds import Fold
 from trainloop.tuning.storage import read, read_checked, write_checked
 
@@ -172,11 +172,16 @@ class TuneResult:
         finished = self._finished(trial)
         if not finished:
             raise ConfigurationError(f"trial {trial.number} has no finished fold. See its attribute errors.")
-        predictions = [np.asarray(self._read_stored(folder / "predictions.pkl")) for _, folder in finished]
+        predictions = [self._read_stored(folder / "predictions.pkl") for _, folder in finished]
         if self.folds is None:
             return predictions[0]
         classes = [self._read_stored(folder / "result.pkl").get("classes") for _, folder in finished]
-        parts = dict(zip([fold for fold, _ in finished], align(predictions, classes)))
+        numbers = [fold for fold, _ in finished]
+        return by_column(lambda *rows: self._joined(dict(zip(numbers, align(rows, classes)))), *predictions)
+
+    def _joined(self, parts: dict[int, Any]) -> Any:
+        """Return the predictions of folds in the order of the data's rows."""
+        assert self.folds is not None, "the caller has looked"
         first = next(iter(parts.values()))
         last = max(int(part.max()) for fold in self.folds for part in (fold.train, fold.validation))
         rows = self.num_rows or last + 1
@@ -348,11 +353,12 @@ class BaggedPredictor:
             predictions of a classifier without ``predict_proba``), the most frequent class; in a tie, the lowest one.
             If models were trained on different classes, probabilities have one column for each class that any model
             knows, in sorted order. A model contributes 0 for classes that it does not
-            know.
+            know. If ``get_predictions`` returns a dict or a tuple of columns, so does this method.
         """
         predictions = [fitting.predict_with(model, data) for model in self.models]
         classes = [fitting.classes_of(model) for model in self.models]
-        return fitting.combine(predictions, classes, votes=all(map(fitting.predicts_classes, self.models)))
+        votes = all(map(fitting.predicts_classes, self.models))
+        return by_column(lambda *rows: fitting.combine(rows, classes, votes=votes), *predictions)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the models into one file, atomically."""

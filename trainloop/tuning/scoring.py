@@ -13,15 +13,18 @@ import numpy as np
 
 from trainloop._support.distribution import pip_install
 from trainloop.errors import ConfigurationError
+from trainloop.extending import warn
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.metrics import get_scorer, make_scorer, roc_auc_score
+    from sklearn.utils.multiclass import type_of_target
 except ImportError as error:
     raise ConfigurationError(f"trainloop.tuning.scoring needs scikit-learn: {pip_install('metrics')}.") from error
 
 __all__ = ["Scorer", "ensemble_weights", "scorer"]
 
+_ROUNDING = 0.01  # by which the sum of a row of probabilities may differ from 1, as after a training in bfloat16
 Rows = np.ndarray[Any, Any]
 Metric = Callable[[Any, Any], float]
 
@@ -34,28 +37,56 @@ class Scorer:
     score_model: Callable[[Any, Any, Any], float]
     """scikit-learn's scorer, which calls a model to predict."""
     greater_is_better: ClassVar[bool] = True
+    takes_classes: ClassVar[bool] = True
 
     @property
     def __name__(self) -> str:
         return self.name
 
-    def __call__(self, y_true: Any, predictions: Any) -> float:
-        """Return the score; NaN if it is undefined for these rows."""
-        rows = np.asarray(predictions)
-        model = _Probabilities(rows) if rows.ndim == 2 and rows.shape[1] > 1 else _OneColumn(rows.reshape(-1))
+    def __call__(self, y_true: Any, predictions: Any, *, classes: Sequence[Any] | None = None) -> float:
+        """Return the score; NaN, with a warning, if it is undefined for these rows.
+
+        Parameters
+        ----------
+        y_true, predictions : array
+            Targets and predictions: a row for each sample.
+        classes : sequence, optional
+            The class of each column of probabilities, as an estimator's ``classes_``; by default, 0, 1, 2 ...
+        """
+        truth, rows = _without_unit_columns(y_true), np.asarray(predictions)
         with warnings.catch_warnings():  # scikit-learn warns if rows lack a class
             warnings.simplefilter("ignore")
+            model: _FixedPredictions
+            if type_of_target(truth) == "multilabel-indicator":
+                model = _Labels(rows)
+            elif classes is None and (rows.ndim != 2 or rows.shape[1] == 1 or truth.ndim == 2):
+                model = _Numbers(_without_unit_columns(rows))
+            else:
+                model = _Probabilities(rows, np.arange(rows.shape[1]) if classes is None else np.asarray(classes))
+                unknown = truth[~np.isin(truth, model.classes_)]
+                if classes is None and len(unknown):
+                    raise ConfigurationError(
+                        f"{self.name}: y_true contains {unknown.tolist()[0]!r}, but the {rows.shape[1]} columns of the "
+                        f"predictions belong to the classes 0 to {rows.shape[1] - 1}. Number the classes: "
+                        "np.unique(labels, return_inverse=True)[1]."
+                    )
             try:
-                return float(self.score_model(model, None, np.asarray(y_true)))
-            except ValueError:
-                return float("nan")
+                return float(self.score_model(model, None, truth))
+            except ConfigurationError:
+                raise
+            except ValueError as error:
+                undefined = error
+        warn(f"the score {self.name!r} is undefined for these {len(truth)} rows, and counts as NaN: {undefined}")
+        return float("nan")
 
 
 def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -> Scorer:
     """Return a scikit-learn scorer as a ``metric`` for :func:`~trainloop.tuning.tune`, even for a ``TrainLoop``.
 
     scikit-learn's scorers call a model. The returned function takes predictions instead: numbers or classes in one
-    column, or probabilities, with one column for each of the classes 0, 1, 2 ...
+    column, or probabilities, with one column for each of the classes 0, 1, 2 ... (for an estimator: of its
+    ``classes_``). If targets have several columns, such as labels of which a row may have several, predictions have the
+    same columns.
 
     Parameters
     ----------
@@ -198,6 +229,12 @@ def _select(predictions: list[Rows], truth: Rows, metrics: Sequence[Metric], rou
     return best[1]
 
 
+def _without_unit_columns(values: Any) -> Rows:
+    """Return rows of a single number as a vector."""
+    rows = np.asarray(values)
+    return rows.reshape(len(rows)) if rows.ndim > 1 and rows.size == len(rows) else rows
+
+
 def _comparable_score(score: float) -> float:
     """Return the score, or minus infinity for NaN, so that scores can be compared."""
     return float("-inf") if np.isnan(score) else score
@@ -216,28 +253,52 @@ class _FixedPredictions(BaseEstimator):
         return self.predictions
 
 
-class _OneColumn(RegressorMixin, _FixedPredictions):
-    """A model whose predictions are numbers or classes."""
+class _Numbers(RegressorMixin, _FixedPredictions):
+    """A model whose predictions are numbers or classes, with a column for each output if there are several."""
+
+
+class _Labels(ClassifierMixin, _FixedPredictions):
+    """A model whose predictions are probabilities of labels, of which a row may have several: a column for each."""
+
+    @property
+    def classes_(self) -> list[Rows]:
+        return [np.array([0, 1])] * self.predictions.shape[1]
+
+    def predict(self, x: object) -> Rows:
+        return (self.predictions > 0.5).astype(int)
+
+    def predict_proba(self, x: object) -> Rows:
+        return self.predictions
 
 
 class _Probabilities(ClassifierMixin, _FixedPredictions):
-    @property
-    def classes_(self) -> Rows:
-        return np.arange(self.predictions.shape[1])
+    """A model whose predictions are probabilities, with a column for each class."""
+
+    def __init__(self, predictions: Rows, classes_: Rows) -> None:
+        super().__init__(predictions)
+        self.classes_ = classes_
 
     def predict(self, x: object) -> Rows:
-        return self.predictions.argmax(axis=1)
+        return self.classes_[self.predictions.argmax(axis=1)]
 
     def predict_proba(self, x: object) -> Rows:
-        # scikit-learn rejects rows whose sum is not 1.
-        return self.predictions / np.maximum(self.predictions.sum(axis=1, keepdims=True), 1e-15)
+        rows = self.predictions
+        sums = rows.sum(axis=1, keepdims=True)
+        if (rows < 0).any() or (np.abs(sums - 1) > _ROUNDING).any():
+            raise ConfigurationError(
+                f"the score needs probabilities, but the predictions are numbers from {rows.min():.4g} to "
+                f"{rows.max():.4g}, and the sums of rows go from {sums.min():.4g} to {sums.max():.4g}. Return "
+                "probabilities from get_predictions, such as torch.softmax(logits, 1)."
+            )
+        return rows / sums  # scikit-learn rejects rows whose sum is not 1
 
 
 # Saved predictors refer to these functions by their names. Unlike scikit-learn's scorers, they accept rows that lack a
 # class.
 def _log_loss(model: _Probabilities, x: object, y_true: Rows) -> float:
     """Return the negative log loss."""
-    return float(np.log(np.clip(model.predict_proba(x)[np.arange(len(y_true)), y_true], 1e-15, 1)).mean())
+    right = np.asarray(y_true)[:, None] == model.classes_  # all False for a class without a column
+    return float(np.log(np.clip((model.predict_proba(x) * right).sum(axis=1), 1e-15, 1)).mean())
 
 
 def _roc_auc_ovo(model: _Probabilities, x: object, y_true: Rows) -> float:

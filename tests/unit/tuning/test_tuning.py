@@ -337,19 +337,22 @@ def test_an_estimator_loop_brings_its_own_data_and_training() -> None:
 class Made:
     """The methods of a loop that a fold needs."""
 
-    def __init__(self, history: dict[str, list[float]], rows: int = 7, trained: bool = True) -> None:
+    def __init__(
+        self, history: dict[str, list[float]], rows: int = 7, trained: bool = True, columns: Any = None
+    ) -> None:
         self.history = history
         self.epoch = int(trained)
         self.model = torch.nn.Linear(1, 1)
         self.validation_loader = object() if rows else None
         self.rows = rows
+        self.columns = torch.ones(rows, 2, dtype=torch.bfloat16) if columns is None else columns
         self.fits: list[dict[str, Any]] = []
 
     def fit(self, **arguments: Any) -> None:
         self.fits.append(arguments)
 
     def predict_on_validation_set(self) -> tuple[Any, Any, Any]:
-        return torch.ones(self.rows, 2, dtype=torch.bfloat16), torch.zeros(self.rows), {}
+        return self.columns, torch.zeros(self.rows), {}
 
     def evaluate_loss_on_validation_set(self) -> float | dict[str, float]:
         return {"a": 1.0, "b": 2.0}
@@ -360,6 +363,23 @@ def test_a_loop_is_scored_by_the_last_value_in_its_history() -> None:
     assert (outcome.score, outcome.predictions.shape) == (2.0, (7, 2))
     assert fit(Made({"loss": [1.0]})).score == 3.0  # evaluated, and summed over a MultiLoss
     assert fit(Made({"loss": [1.0]}), metric=lambda truth, predicted: predicted.sum()).score == 14
+
+
+def test_predictions_may_be_a_dict_or_a_tuple_of_columns(tmp_path: Path) -> None:
+    folds = make_folds(14, 2, seed=0)
+    of_fold = [torch.from_numpy(fold.validation) for fold in folds]
+    for fold, rows_ in zip(folds, of_fold):
+        columns = {"boxes": (torch.stack([rows_, -rows_], 1), rows_ / 2), "class": rows_ % 3}
+        outcome = fit(
+            Made({"val_loss": [1.0]}, columns=columns), fold=fold, metric=lambda truth, found: found["class"].sum()
+        )
+        assert outcome.score == (rows_ % 3).sum()
+        write(tmp_path / "trial-0000" / f"fold-{fold.index}" / "predictions.pkl", outcome.predictions)
+        write(tmp_path / "trial-0000" / f"fold-{fold.index}" / "result.pkl", {})
+    whole = result([trial(0, 1.0, 1.0)], folder=tmp_path, folds=folds).out_of_fold_predictions
+    assert whole["class"].tolist() == [row % 3 for row in range(14)]
+    assert whole["boxes"][0].tolist() == [[row, -row] for row in range(14)]
+    assert whole["boxes"][1].tolist() == [row / 2 for row in range(14)]
 
 
 def test_an_untrained_loop_is_trained() -> None:
@@ -391,6 +411,7 @@ def test_an_untrained_loop_is_trained() -> None:
             r"has 5 rows, but the fold holds out 7.*Subset\(data, fold.validation\)",
         ),
         (Made({"val_loss": [1.0]}, rows=0), {}, "has 0 rows, but the fold holds out 7"),
+        (Made({"val_loss": [1.0]}, columns={"a": torch.ones(7), "b": torch.ones(3)}), {}, "has 3 rows, but the fold"),
         (EstimatorLoop(Scaled(1.0), rows()), {"fold": None}, r"EstimatorLoop\(Scaled\) has no validation rows"),
     ],
 )
@@ -416,6 +437,13 @@ def test_predictions_as_rows() -> None:
     assert (ragged.dtype, len(ragged)) == (object, 2)
     assert fitting.as_rows(["a", "b"]).tolist() == ["a", "b"]
     assert fitting.as_rows(torch.ones(2, requires_grad=True)).tolist() == [1, 1]
+
+
+def test_rows_that_have_no_order_can_t_be_combined() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"can't be combined: '<' not supported .*each model of predictor\.models"
+    ):
+        fitting.combine([fitting.as_rows([{"boxes": 1}]), fitting.as_rows([{"boxes": 2}])])
 
 
 def test_floats_are_averaged_and_classes_vote() -> None:
@@ -917,6 +945,11 @@ def test_own_folds_that_cannot_be(given: Any, what: str) -> None:
 def test_a_splitter_needs_the_rows_and_own_folds_have_their_number(pretended: Pretended) -> None:
     with pytest.raises(ConfigurationError, match=r"needs the data to split.*folds=list\(splitter"):
         own_folds(Halves(), None, None)
+    splitters = pytest.importorskip("sklearn.model_selection")
+    with pytest.raises(
+        ConfigurationError, match=r"GroupKFold.* can't split the data: The 'groups' .*split\(x, y, groups"
+    ):
+        own_folds(splitters.GroupKFold(3), np.zeros((6, 2)), np.arange(6))
     with pytest.raises(ConfigurationError, match=r"num_bag_folds=3 with folds: .*Remove num_bag_folds"):
         pretend(folds=Halves())
 
@@ -1008,6 +1041,10 @@ def test_other_arguments_of_fit_are_another_search(pretended: Pretended, tmp_pat
     pretend(storage=tmp_path / "s", fit_args={"num_epochs": 1, "callbacks": [object()]})
     with pytest.raises(ConfigurationError, match=r"contains a search with fit_args={'num_epochs': 1}, but this call"):
         pretend(storage=tmp_path / "s", fit_args={"num_epochs": 20})
+    with pytest.raises(
+        ConfigurationError, match=r"contains a search with searcher='random', but this call has .*'grid'"
+    ):
+        pretend(storage=tmp_path / "s", fit_args={"num_epochs": 1}, searcher="grid")
 
 
 @pytest.mark.filterwarnings("ignore:.*by its name, lower is better")

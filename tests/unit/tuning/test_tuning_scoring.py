@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from kit.tuning_kinds import make_scaled, rows
 from sklearn.linear_model import LinearRegression, LogisticRegression
-from sklearn.metrics import get_scorer
+from sklearn.metrics import accuracy_score, f1_score, get_scorer, r2_score, roc_auc_score
 
 from trainloop.callbacks import TimeLimit
 from trainloop.errors import ConfigurationError
 from trainloop.resources import ResourceQuota
-from trainloop.tuning import BaggedPredictor, seconds_left, tune
+from trainloop.tuning import BaggedPredictor, EstimatorLoop, fitting, seconds_left, tune
 from trainloop.tuning.running import worker
 from trainloop.tuning.scoring import ensemble_weights, scorer
 
@@ -57,8 +57,56 @@ def test_classes_may_have_names_and_metrics_be_functions() -> None:
     assert scorer(right).__name__ == "right"
     assert scorer(right)([0, 1, 1], [[0.9, 0.1], [0.2, 0.8], [0.7, 0.3]]) == 2
     assert np.isnan(scorer("roc_auc")([1, 1], [[0.9, 0.1], [0.2, 0.8]]))
+    with pytest.warns(
+        UserWarning, match="the score 'f1' is undefined for these 2 rows, and counts as NaN: pos_label=1"
+    ):
+        assert np.isnan(scorer("f1")(["no", "yes"], [[0.9, 0.1], [0.2, 0.8]], classes=["no", "yes"]))
     with pytest.raises(ConfigurationError, match="metric='auc': scikit-learn has no such scorer"):
         scorer("auc")
+
+
+@pytest.mark.parametrize("labels", [[-1, 1], [1, 2], ["no", "yes"], [3, 5, 9]], ids=str)
+@pytest.mark.parametrize(
+    "name", ["accuracy", "f1_macro", "roc_auc", "roc_auc_ovo", "neg_log_loss", "balanced_accuracy"]
+)
+def test_an_estimator_s_score_is_of_its_own_classes(name: str, labels: list[Any]) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(90, 3))
+    y = np.array(labels)[np.digitize(x[:, 0], np.linspace(-0.5, 0.5, len(labels) + 1)[1:-1])]
+    train, held_out = (x[:60], y[:60]), (x[60:], y[60:])
+    name = name if len(labels) == 2 or name != "roc_auc" else "roc_auc_ovr"
+    made = EstimatorLoop(LogisticRegression(), train, held_out)
+    outcome = fitting.fit(made, fold=None, data=None, fit_args=None, params={}, metric=scorer(name))
+    assert outcome.score == pytest.approx(get_scorer(name)(LogisticRegression().fit(*train), *held_out))
+
+
+def test_outputs_in_several_columns_are_scored_as_they_are() -> None:
+    rng = np.random.default_rng(0)
+    truth, predictions = rng.normal(size=(20, 3)), rng.normal(size=(20, 3))
+    assert scorer("r2")(truth, predictions) == pytest.approx(r2_score(truth, predictions))
+    labels, chances = (truth > 0).astype(int), 1 / (1 + np.exp(-predictions))
+    assert scorer("roc_auc")(labels, chances) == pytest.approx(roc_auc_score(labels, chances))
+    assert scorer("f1_macro")(labels, chances) == pytest.approx(f1_score(labels, chances > 0.5, average="macro"))
+    assert scorer("accuracy")(labels, chances) == pytest.approx(accuracy_score(labels, chances > 0.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "predictions", "what"),
+    [
+        (
+            "accuracy",
+            [-1, 1],
+            [[0.9, 0.1], [0.2, 0.8]],
+            r"y_true contains -1, but the 2 columns .* classes 0 to 1\. Num",
+        ),
+        ("accuracy", ["no", "yes"], [[0.9, 0.1], [0.2, 0.8]], "accuracy: y_true contains 'no'"),
+        ("neg_log_loss", [0, 1], [[3.0, -1.0], [0.2, 0.8]], r"needs probabilities, .* numbers from -1 to 3, .*softmax"),
+        ("roc_auc", [0, 1], [[3.0, 1.0], [0.2, 0.8]], "the sums of rows go from 1 to 4"),
+    ],
+)
+def test_columns_that_are_no_probabilities_of_the_classes(name: str, labels: Any, predictions: Any, what: str) -> None:
+    with pytest.raises(ConfigurationError, match=what):
+        scorer(name)(labels, predictions)
 
 
 def test_weights_are_better_than_the_best_model_and_the_second_metric_decides_between_equals() -> None:

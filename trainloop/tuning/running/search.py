@@ -215,6 +215,7 @@ def tune(
             {
                 "version": 1,
                 "space": {name: _described(values) for name, values in space.items()},
+                "searcher": searcher if isinstance(searcher, str) else type(searcher).__name__,
                 "num_bag_folds": division.num_folds,
                 "folds": None if users_folds is None else digest(users_folds),
                 "metric": _name_of(metric),
