@@ -41,6 +41,8 @@ __all__ = [
 
 Array = np.ndarray[Any, Any]
 
+_ROUNDING = 0.01  # by which the sum of a row of probabilities may differ from 1, as in bfloat16
+
 
 def evaluate_result_package(
     package: Any, y_pred: Any, y_true: Any, metadata: Mapping[str, Any] | None = None
@@ -209,16 +211,22 @@ def f1(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
 
 
 def roc_auc(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Return the probability that a positive row scores higher than a negative row; NaN if there is only one class."""
-    scores, positive = as_scores(y_pred), as_scores(y_true) == 1
+    """Return the probability that a positive row scores higher than a negative row; NaN if there is only one class.
+
+    Scores and targets are those of :func:`binary_classification`; two columns may be logits, too.
+    """
+    scores, positive = _scores_of_two_classes(y_pred, y_true)
     if positive.all() or not positive.any() or not _are_finite(scores):
         return float("nan")
     return float(scikit_learn().roc_auc_score(positive, scores))
 
 
 def pr_auc(y_pred: Any, y_true: Any, metadata: Any = None) -> float:
-    """Return the area under the precision-recall curve, by the trapezoidal rule; NaN if there is no positive row."""
-    scores, positive = as_scores(y_pred), as_scores(y_true) == 1
+    """Return the area under the precision-recall curve, by the trapezoidal rule; NaN if there is no positive row.
+
+    Scores and targets are those of :func:`roc_auc`.
+    """
+    scores, positive = _scores_of_two_classes(y_pred, y_true)
     if not positive.any() or not _are_finite(scores):
         return float("nan")
     precisions, recalls, _ = scikit_learn().precision_recall_curve(positive, scores)
@@ -303,35 +311,86 @@ def classes_of(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
             "predictions or targets are rows of unequal length, so a row has no single class. Return rows of equal "
             "length from get_predictions, or score with a function of (y_pred, y_true, metadata)."
         )
-    if predicted.shape == targets.shape and predicted.ndim > 1 and not _is_one_hot(targets):
-        # Otherwise, every score would count as a class, which would be wrong.
-        if predicted.dtype.kind == "f" and (predicted != np.floor(predicted)).any():
-            raise ConfigurationError(
-                f"predictions are scores of shape {predicted.shape}, but targets, of the same shape, are not one-hot "
-                "rows. For several labels per row, use torchmetrics' MultilabelF1Score or a function of (y_pred, "
-                "y_true, metadata). If each element of a row (such as a token or pixel) has one class, return classes "
-                "instead of scores from get_predictions."
-            )
+    if predicted.shape == targets.shape and predicted.size > len(predicted) and not _is_one_hot(targets):
+        _refuse_scores(
+            predicted,
+            f"are scores of shape {predicted.shape}, but targets, of the same shape, are not one-hot rows. For several "
+            "labels per row, use torchmetrics' MultilabelF1Score or a function of (y_pred, y_true, metadata). If each "
+            "element of a row (such as a token or pixel) has one class, return classes instead of scores from "
+            "get_predictions.",
+        )
         return predicted.ravel(), targets.ravel()  # a class per element, such as a token or pixel
     predicted, targets = _as_classes(predicted), _as_classes(targets)
     _check_lengths(predicted, targets)
+    if not _has_fractions(targets):  # classes may be numbers such as 0.5
+        _refuse_scores(
+            predicted,
+            "are numbers, of which each would count as a class, but targets are whole numbers. For scores of two "
+            "classes, use binary_classification or roc_auc; otherwise return classes, or a score for each class, from "
+            "get_predictions.",
+        )
     return predicted, targets
+
+
+def _has_fractions(rows: Array) -> bool:
+    return rows.dtype.kind == "f" and bool((np.isfinite(rows) & (rows != np.floor(rows))).any())
+
+
+def _refuse_scores(predicted: Array, why: str) -> None:
+    """Raise an error about scores where classes are expected: every score would count as a class that is wrong."""
+    if _has_fractions(predicted):
+        raise ConfigurationError(f"predictions {why}")
 
 
 def _is_one_hot(rows: Array) -> bool:
     return bool(rows.shape[-1] > 1 and np.isin(rows, (0, 1)).all() and (rows.sum(axis=-1) == 1).all())
 
 
-def as_scores(rows: Any) -> Array:
-    array = as_array(rows)
-    if array.ndim == 2 and array.shape[1] == 2:
-        return array[:, 1]
-    return array.ravel()
+def _scores_of_two_classes(y_pred: Any, y_true: Any, *, probabilities: bool = False) -> tuple[Array, Array]:
+    """Return each row's score of the positive class, and which rows are positive.
+
+    Parameters
+    ----------
+    y_pred, y_true : Tensor, array or list
+        As in :func:`binary_classification`.
+    probabilities : bool
+        Raise an error about two columns of other scores, for which a threshold has no meaning.
+    """
+    scores, targets = as_array(y_pred), as_array(y_true)
+    if targets.ndim == 2 and targets.shape[1] == 2:  # one-hot
+        targets = targets[:, 1]
+    targets = targets.ravel()
+    classes = np.unique(targets).tolist()
+    if not {*classes} <= {0, 1} and not {*classes} <= {-1, 1}:
+        raise ConfigurationError(
+            f"targets must be 0 or 1 (or -1 and 1), where 1 is the positive class, but are {classes[:5]}. Return such "
+            "targets from get_predictions; for more than two classes, use 'classification'."
+        )
+    if scores.ndim == 2 and scores.shape[1] == 2:
+        if not ((scores < 0).any(axis=1) | (np.abs(scores.sum(axis=1) - 1) > _ROUNDING)).any():
+            scores = scores[:, 1]
+        elif probabilities:
+            raise ConfigurationError(
+                "predictions have two columns that are not probabilities, so a threshold has no meaning. Return "
+                "torch.softmax(logits, 1), or the classes, from get_predictions."
+            )
+        else:  # in logits, a row may have a high score of both classes
+            scores = scores[:, 1] - scores[:, 0]
+    elif scores.size != len(scores):
+        raise ConfigurationError(
+            f"predictions have shape {scores.shape}, but scores of two classes have shape (n,), (n, 1) or (n, 2). For "
+            "more than two classes, use 'classification'."
+        )
+    scores = scores.ravel()
+    _check_lengths(scores, targets)
+    return scores, targets == 1
 
 
 def _errors(y_pred: Any, y_true: Any) -> Array:
     predicted, targets = as_array(y_pred).astype(np.float64), as_array(y_true).astype(np.float64)
-    if predicted.size == targets.size:  # (n, 1) and (n,): numpy would broadcast them to (n, n)
+    if predicted.size == targets.size and len(predicted) == len(
+        targets
+    ):  # (n, 1) and (n,): numpy would broadcast them to (n, n)
         predicted = predicted.reshape(targets.shape)
     _check_lengths(predicted, targets)
     return predicted - targets
@@ -367,17 +426,17 @@ def binary_classification(
     Parameters
     ----------
     y_pred, y_true : Tensor, array or list
-        Scores with shape (n,) or (n, 1), or of both classes, with shape (n, 2): then the second score is used. Targets
-        are 0 or 1.
+        Scores with shape (n,) or (n, 1), or probabilities of both classes, with shape (n, 2). Targets are 0 or 1, or
+        -1 and 1, or one-hot rows.
     metadata : object
         Not used.
     threshold : float
         Minimum score of the positive class: 0.5 for probabilities, 0.0 for logits. To pass another one to a callback,
         use ``functools.partial(binary_classification, threshold=0.0)``.
     """
-    scores, targets = as_scores(as_array(y_pred)), as_scores(as_array(y_true))
-    chosen = (scores >= threshold).astype(int)
-    metrics, rows = scikit_learn(), ((targets == 1).astype(int), chosen)
+    scores, positive = _scores_of_two_classes(y_pred, y_true, probabilities=True)
+    targets, chosen = positive.astype(int), (scores >= threshold).astype(int)
+    metrics, rows = scikit_learn(), (targets, chosen)
     return {
         "accuracy": accuracy(chosen, targets),
         "precision": float(metrics.precision_score(*rows, zero_division=0)),

@@ -95,6 +95,33 @@ def test_binary_is_that_of_scikit_learn(seed: int, ties: bool) -> None:
     assert by_logits == pytest.approx(expected, abs=1e-12)
 
 
+def test_two_columns_of_logits_are_ranked_by_their_difference() -> None:
+    y_true, logits = rng(0).integers(0, 2, N), rng(1).normal(size=(N, 2))
+    chances = torch.softmax(torch.from_numpy(logits), 1)
+    for signs in (y_true, 2 * y_true - 1, np.eye(2)[y_true]):
+        assert rp.roc_auc(logits, signs) == pytest.approx(skm.roc_auc_score(y_true, chances[:, 1]))
+        assert rp.pr_auc(chances.log(), signs) == pytest.approx(rp.pr_auc(chances, y_true))
+    assert rp.binary_classification(np.full((N, 2), np.nan), y_true)["recall"] == 0  # diverged
+
+
+@pytest.mark.parametrize(
+    ("metric", "y_pred", "y_true", "what"),
+    [
+        (rp.accuracy, [0.9, 0.2], [1, 0], r"numbers, of which each would count as a class.*use binary_classification"),
+        (rp.f1, torch.tensor([[0.9], [0.2]]), torch.tensor([[1], [0]]), "use binary_classification or roc_auc"),
+        (rp.roc_auc, [0.9, 0.2], [2, 1], r"targets must be 0 or 1 \(or -1 and 1\).* but are \[1, 2\]"),
+        (rp.pr_auc, [0.9, 0.2], ["yes", "no"], r"but are \['no', 'yes'\]"),
+        (rp.roc_auc, [0.9, 0.2, 0.1], [0, 1, 2], "for more than two classes, use 'classification'"),
+        (rp.roc_auc, np.ones((4, 3)), [0, 1, 0, 1], r"predictions have shape \(4, 3\), but scores of two classes have"),
+        (rp.binary_classification, [[2.0, 1.0], [0.1, 3.0]], [0, 1], "two columns that are not probabilities"),
+        (rp.mse, np.ones((2, 3)), np.ones((3, 2)), r"shape \(2, 3\), but targets have shape \(3, 2\)"),
+    ],
+)
+def test_scores_that_would_be_taken_for_something_else(metric: Any, y_pred: Any, y_true: Any, what: str) -> None:
+    with pytest.raises(ConfigurationError, match=what):
+        metric(y_pred, y_true)
+
+
 def test_one_class_alone_has_no_area() -> None:
     found = evaluate_result_package(rp.binary_classification, [0.1, 0.2], [0, 0])
     assert np.isnan(found["roc_auc"])
