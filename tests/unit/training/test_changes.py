@@ -243,6 +243,31 @@ def test_a_hook_that_is_assigned_to_a_callback_or_the_model_is_called_from_the_n
     assert set(calls[1:]) == {("step", 2)}
 
 
+@pytest.mark.parametrize("compile_args", [False, {"backend": "eager"}], ids=["eager", "compiled"])
+def test_a_forward_hook_that_a_compiled_model_gets_too_late_is_named(
+    compile_args: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    """torch.compile calls hooks that are there in its first forward, but not those of a later epoch."""
+    calls: list[str] = []
+
+    class Hooks(AbstractCallback):
+        def on_train_begin(self) -> None:
+            self.train_loop_obj.model.body.register_forward_hook(lambda *_: calls.append("early"))
+
+        def on_epoch_begin(self) -> None:
+            if self.train_loop_obj.epoch == 1:
+                self.train_loop_obj.model.head.register_forward_pre_hook(lambda *_: calls.append("late"))
+
+    loop = loop_of("rate", "single", compile=compile_args)
+    torch._dynamo.reset()
+    loop.fit(num_epochs=2, callbacks=[Hooks("hooks")])
+    torch._dynamo.reset()
+    assert "early" in calls
+    told = [str(one.message) for one in recwarn if "forward hooks were registered on Linear after" in str(one.message)]
+    assert len(told) == (1 if compile_args else 0)
+    assert compile_args or "late" in calls
+
+
 class Epochs(Dataset[Any]):
     """Each epoch has other data."""
 

@@ -45,6 +45,11 @@ _HOW = (
 )
 
 
+def forward_hooks_of(module: nn.Module) -> list[Any]:
+    """Return the functions that are called before and after the forward of a module."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
 class Beside:
     """Checksums of attributes that checkpoints do not contain, as they are now, by path.
 
@@ -127,7 +132,7 @@ class Beside:
             for path, part in whole.named_modules(prefix=prefix):
                 saves = type(part).get_extra_state is not nn.Module.get_extra_state  # all or a part of its attributes
                 self._add_attributes(path, part, without={"training", *names_of(part)}, only_lost=saves)
-                for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
+                for hook in forward_hooks_of(part):
                     self._add_attributes(f"{path}.{type(hook).__name__}".lstrip("."), hook)
 
     def _add_others(self, loop: LoopState) -> None:
