@@ -253,7 +253,7 @@ class Recorder:
         if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
             return self._kept(weight)
         try:
-            if weight >= 0:
+            if 0 <= weight < math.inf:
                 return float(weight)
         except (TypeError, ValueError, RuntimeError):
             pass

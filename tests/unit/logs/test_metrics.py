@@ -524,6 +524,7 @@ class Averages:
         ((3, 1.0), r"log\(3, ...\): the name must be"),
         ((["x"], 1.0), r"log\(\['x'\], ...\): the name must be"),
         (("x", 1.0, -1), r"log\('x', batch_size=-1\): must be a number of samples, 0 or more."),
+        (("x", 1.0, float("inf")), r"log\('x', batch_size=inf\): must be a number of samples"),
         (("x", 1.0, "many"), r"log\('x', batch_size='many'\): must be a number"),
         (("x", 1.0, torch.ones(2)), r"log\('x', batch_size=tensor\(\[1., 1.\]\)\): must be a number"),
         (("loss", 1.0), r"log\('loss', ...\): the loop records 'loss' itself. Choose another name."),
