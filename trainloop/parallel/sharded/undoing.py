@@ -72,13 +72,32 @@ def correct_operations() -> None:
 
     ``view_as_real`` and ``view_as_complex``, by which optimizers change complex parameters: if ranks have parts of
     different sizes, torch gathers the tensor, and the change of the gathered copy is lost.
+
+    Muon makes each matrix of its updates orthogonal, in bfloat16. On shards, the sums of its iteration would be rounded
+    in another order, and matrices with fewer rows than ranks could not be stepped.
     """
     from torch.distributed.tensor import DTensor
 
+    if can_step_muon() and not isinstance(muon := torch.optim._muon._zeropower_via_newtonschulz, partial):
+        torch.optim._muon._zeropower_via_newtonschulz = partial(_of_whole_matrix, muon)
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = _whole_number
     handlers[torch.ops.aten.view_as_real.default] = _view_of_parts
     handlers[torch.ops.aten.view_as_complex.default] = _view_of_parts
+
+
+def can_step_muon() -> bool:
+    """Return True if torch has Muon, and :func:`correct_operations` can make its numbers those of whole matrices."""
+    return _has_attribute(torch.optim, "_muon._zeropower_via_newtonschulz")
+
+
+def _of_whole_matrix(function: Callable[..., torch.Tensor], update: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(update, DTensor):
+        return function(update, *args, **kwargs)
+    whole = function(update.full_tensor(), *args, **kwargs)
+    return distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)
 
 
 def _whole_number(operation: Any, args: Any, kwargs: Any) -> Any:

@@ -13,13 +13,13 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import all_optimizers
 from trainloop.optim.parameters import criterion_modules
 from trainloop.parallel.sharded.shards import stays_whole
-from trainloop.parallel.sharded.undoing import can_undo
+from trainloop.parallel.sharded.undoing import can_step_muon, can_undo
 from trainloop.parallel.sharded.units import check_dtypes, units_of
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.training.trained import hooked_parameters
 
 # These optimizers need a full parameter at once, or use in-place operations that DTensor lacks (torch 2.13).
-_NOT_SHARDABLE = ("LBFGS", "SparseAdam", "Adafactor", "Rprop", "Muon")
+_NOT_SHARDABLE = ("LBFGS", "SparseAdam", "Adafactor", "Rprop", *(() if can_step_muon() else ("Muon",)))
 _FUSED = ("Adam", "AdamW")  # the kernel of these optimizers supports DTensor
 
 
