@@ -33,6 +33,7 @@ from trainloop.parallel.sharded.shards import (
     map_items,
     slice_of,
     unlike_on_ranks,
+    without_terms,
 )
 
 _REPORTED = ".reported-by-{}"
@@ -97,6 +98,9 @@ class FolderWriting:
         self._given_up = threading.Event()
         self._problem: Exception | None = None
         self._state, self._shards = take_shards(state)
+        unlike = about_unlike_shards(self._shards)
+        if not unlike:
+            self._shards = {name: without_terms(shard) for name, shard in self._shards.items()}
         parts = {name: local_shard(shard) for name, shard in self._shards.items() if is_first_replica(shard)}
         self._parts = {name: part for name, part in parts.items() if part.numel()}
         folder = ""
@@ -115,7 +119,6 @@ class FolderWriting:
             )
             self._remove()
             self._folder = ""
-        unlike = about_unlike_shards(self._shards)
         if unlike:
             self._problem = CheckpointError(f"The checkpoint can't be written: {unlike}")
             self._remove()

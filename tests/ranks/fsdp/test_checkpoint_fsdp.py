@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kit.sharded_models import Tower, needs_fsdp_on_cpu
-from test_parity_fsdp import adam, data, distance, float64
+from test_parity_fsdp import adam, data, distance, factored, float64
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.torch_version import TorchVersion
@@ -45,10 +45,11 @@ class Killed(AbstractCallback):
 def fitted(mode: str, ranks: int, folder: Path | None = None, epochs: int = 3, **given: Any) -> TrainLoop[Any]:
     """Over 24 samples in steps of 12, so that any number of ranks to 4 takes the same steps."""
     model, checkpoint_args, more = Tower(), given.pop("checkpoint_args", {}), given.pop("callbacks", [])
+    optimizer_of = given.pop("optimizer_of", adam)
     loop = TrainLoop(
         model,
         data(24, 12 // ranks, shuffle=True),
-        optimizer=adam(model),
+        optimizer=optimizer_of(model),
         criterion=nn.CrossEntropyLoss(),
         gpu_mode=mode,
         **({} if mode == "single" else {"accelerator": "cpu", "devices": ranks}),
@@ -101,6 +102,19 @@ def test_parts_of_two_ranks_resumed_bit_by_bit_and_in_one_process(tmp_path: Path
         with pytest.warns(RuntimeWarning, match="__1_0.distcp is missing or damaged"):
             again = fitted("single", 1, tmp_path / "a", resume_from="last")
         assert distance(state_of(again), state_of(whole)) < 1e-9
+
+
+@pytest.mark.long
+def test_state_that_is_not_of_its_parameters_shape_is_resumed(tmp_path: Path) -> None:
+    """Some is a sum of which each rank has a term, such as the means of the columns of a matrix with divided rows."""
+    with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2).ranks():
+        whole = fitted("fsdp", 2, tmp_path / "a", optimizer_of=factored)
+        for mode, ranks in (("fsdp", 2), ("single", 1)):
+            shutil.rmtree(tmp_path / "b", ignore_errors=True)
+            fitted("fsdp", 2, tmp_path / "b", epochs=1, optimizer_of=factored)
+            again = fitted(mode, ranks, tmp_path / "b", optimizer_of=factored, resume_from="last")
+            assert distance(state_of(again), state_of(whole)) < 1e-9
+            assert again.global_step == whole.global_step
 
 
 class Slow(AbstractCallback):

@@ -39,6 +39,35 @@ def muon(model: nn.Module) -> MultiOptimizer:
     return MultiOptimizer([torch.optim.Muon(matrices, 0.02), torch.optim.SGD(flat, 0.1)])
 
 
+class Factored(torch.optim.Optimizer):
+    """State of other shapes than parameters: means of rows and columns as in Adafactor, and lists as in Shampoo."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.02})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            state, square = self.state[p], p.grad.square() + 1e-30
+            state["count"] = state.get("count", 0) + 1
+            state["sizes"] = {"norm": 0.5 * state.get("sizes", {}).get("norm", 0) + square.sum()}
+            update = p.grad / (1 + state["sizes"]["norm"].sqrt())
+            if p.ndim == 2:
+                rows, columns = square.mean(-1), square.mean(-2)
+                state["rows"] = 0.9 * state.get("rows", 0) + rows
+                state["columns"] = 0.9 * state.get("columns", 0) + columns
+                products = [p.grad @ p.grad.T, p.grad.T @ p.grad]
+                before = state.get("products", [0, 0])
+                left, right = state["products"] = [0.9 * a + b for a, b in zip(before, products)]
+                scale = (state["rows"][:, None] * state["columns"] / state["rows"].mean()).sqrt()
+                update = update / (1 + scale) + left @ update @ right / (1 + left.norm() * right.norm())
+            p.sub_(update, alpha=self.param_groups[0]["lr"])
+
+
+def factored(model: nn.Module) -> Factored:
+    return Factored(model.parameters())
+
+
 class Freezing(AbstractCallback):
     """Freezes one part and unfreezes another after the first epoch, on every rank."""
 
@@ -67,6 +96,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "without elements": (Hollow, adam, 13, 4, 1, 0.1, lambda: [GradientStats(1, True)]),
     "schedule": (Tower, momentum, 16, 4, 1, 0.1, lambda: [scheduler()]),
     "batchnorm": (Normed, adam, 20, 4, 1, None, list),
+    "state of other shapes": (Tower, factored, 13, 4, 1, None, list),
 }
 if hasattr(torch.optim, "Muon"):  # torch 2.9 and later
     CASES["muon"] = (Tower, muon, 13, 4, 2, 0.1, list)
@@ -152,6 +182,7 @@ def test_two_ranks_equal_one_process() -> None:
     with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2).ranks():
         compare("accumulated and clipped, uneven tail", 2, "single")
         compare("without elements", 2, "single")
+        compare("state of other shapes", 2, "single")
         if "muon" in CASES:
             compare("muon", 2, "single")
         # Units that a forward leaves whole are not stale in the steps after an evaluation.

@@ -103,6 +103,33 @@ def shard_like(value: Tensor, like: Any) -> Any:
     return spread_like(part, like, value.shape)
 
 
+def state_like(parameter: Any, value: Tensor) -> Any:
+    """Place a full tensor of an optimizer's state like its parameter, without an exchange.
+
+    If the parameter is sharded, a tensor of the same shape is sharded in the same way. A tensor of another shape, such
+    as the means of a matrix's rows and columns in Adafactor, is full on every rank; it is a ``DTensor``, too, because
+    the optimizer combines it with shards.
+    """
+    if not is_sharded(parameter) or is_sharded(value) or not value.ndim:
+        return value
+    if value.shape == parameter.shape:
+        return shard_like(value, parameter)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh
+    full = value.detach().to(parameter.to_local().device, copy=True)
+    return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def without_terms(tensor: Any) -> Any:
+    """Return a sharded tensor with the sum on each rank if each rank has a term of it. Collective in this case."""
+    from torch.distributed.tensor import Replicate
+
+    if not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+
+
 def is_first_replica(tensor: Any) -> bool:
     """Return True if no rank before this one has the same part of a sharded tensor."""
     coordinates = zip(tensor.placements, tensor.device_mesh.get_coordinate(), strict=True)

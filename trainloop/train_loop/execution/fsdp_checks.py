@@ -71,16 +71,6 @@ def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, An
                 f"{type(optimizer).__name__}(fused=True) with gpu_mode='fsdp': torch has no fused kernel for "
                 "sharded parameters. Leave fused out, or use AdamW."
             )
-        if any(loop.own_optimizer_states):  # each rank has its own, from the last fit
-            continue
-        for p, own in optimizer.state.items():
-            for key, value in own.items() if isinstance(own, dict) and isinstance(p, Tensor) else ():
-                if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
-                    raise ConfigurationError(
-                        f"{type(optimizer).__name__} with gpu_mode='fsdp': its state {key!r} of shape "
-                        f"{tuple(value.shape)} can't be sharded like its parameter, which has shape {tuple(p.shape)}. "
-                        "Start with a new optimizer, or use gpu_mode='ddp'."
-                    )
 
 
 def _check_views(model: nn.Module, holders: Iterable[Any]) -> None:

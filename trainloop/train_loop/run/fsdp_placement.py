@@ -6,6 +6,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from trainloop.parallel.sharded.shards import (
     is_sharded,
     local_shard,
     map_tensors,
-    shard_like,
+    state_like,
     stays_whole,
     step_shards,
     unlike_on_ranks,
@@ -323,9 +324,7 @@ def sharded(
     before = [(optimizer.state, list(optimizer.param_groups)) for optimizer in optimizers]
     # Other entries, such as a count of steps, belong to no parameter, and stay as they are.
     own_state = [{p: dict(own) for p, own in one.state.items() if isinstance(own, dict)} for one in optimizers]
-    _replace_parameters(
-        optimizers, originals, shards, lambda value, p: shard_like(value, p) if value.shape == p.shape else value
-    )
+    _replace_parameters(optimizers, originals, shards, state_like)
     for optimizer in optimizers:  # scalars, and the step counters of fused kernels
         move_state(optimizer)
     read = [*kept.values(), *(value for states in own_state for own in states.values() for value in own.values())]
@@ -356,7 +355,7 @@ def sharded(
         for optimizer in optimizers if not returned else ():  # the state is useless without the trained values
             for stepped in {*shards.values(), *originals.values()}:
                 optimizer.state.pop(stepped, None)
-        _replace_parameters(optimizers, shards, originals, lambda value, _: value)
+        _replace_parameters(optimizers, shards, originals, lambda _, value: value)
         own = {id(shard): originals[name] for name, shard in shards.items()}
         for optimizer, (state, groups) in zip(optimizers, before, strict=True):
             if optimizer.state is not state:  # load_state_dict() creates a new dict, but the caller reads the old dict
@@ -396,7 +395,8 @@ def _write_back(
     """
     receives = file is None or _is_first_of_host()
     shards: list[Any] = []
-    owners: list[tuple[dict[Any, Any] | None, Any, Tensor | None, torch.device]] = []
+    owners: list[tuple[Tensor | None, torch.device]] = []  # the tensor that gets the values, and where a new one goes
+    states: list[tuple[dict[Any, Any], Any]] = []
     for p in parameters:
         if id(p) not in names:
             continue
@@ -405,7 +405,7 @@ def _write_back(
         target.requires_grad_(p.requires_grad)
         if is_sharded(p):
             shards.append(p)
-            owners.append((None, None, target, kept[name].device))
+            owners.append((target, kept[name].device))
         elif receives:
             (kept[name] if p is target else target).data.copy_(p.detach())
     seen: set[int] = set()
@@ -416,24 +416,30 @@ def _write_back(
             seen.add(id(optimizer.state.get(stepped)))  # an optimizer within another one may share its state
             name = names[id(stepped)]
             own, before = optimizer.state.get(stepped, {}), initial.get(originals[name], {})
-            for key, value in own.items():
-                if is_sharded(value):
-                    shards.append(value)
-                    owners.append((own, key, before.get(key), kept[name].device))
+            for key, value in own.items():  # a value may be a list or dict of tensors, as in Shampoo
+                found: list[Tensor] = []
+                map_tensors(value, found.append)
+                for tensor in filter(is_sharded, found):
+                    shards.append(tensor)
+                    owners.append((before.get(key) if tensor is value else None, kept[name].device))
+                if any(map(is_sharded, found)):
+                    states.append((own, key))
                 elif isinstance(value, Tensor) and value.device.type != "cpu" and receives:
                     own[key] = value.to(kept[name].device)
     in_file = None if file is None else _in_file(shards, file, frees=True)
-    for i, (state, key, home, device) in enumerate(owners):
+    wholes: dict[int, Tensor] = {}
+    for i, (home, device) in enumerate(owners):
         full = full_tensor(shards[i]) if in_file is None else in_file[i]
-        fits = home is not None and home.shape == full.shape and home.dtype == full.dtype
-        if home is not None and fits and receives:
-            if in_file is None:
-                home.detach().copy_(full)
-            else:
-                home.data = full
-        if state is not None:
-            state[key] = home if fits else full.to(device) if in_file is None else full
+        if home is None or home.shape != full.shape or home.dtype != full.dtype:
+            home = full.to(device) if in_file is None else full
+        elif receives and in_file is None:
+            home.detach().copy_(full)
+        elif receives:
+            home.data = full
+        wholes[id(shards[i])] = home
         del full
+    for own, key in states:
+        own[key] = map_tensors(own[key], lambda tensor: wholes.get(id(tensor), tensor))
 
 
 def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) -> list[Tensor]:
@@ -489,9 +495,12 @@ def _replace_parameters(
     optimizers: list[torch.optim.Optimizer],
     before: dict[str, nn.Parameter],
     after: dict[str, nn.Parameter],
-    convert: Callable[[Tensor, Any], Any],
+    convert: Callable[[Any, Tensor], Any],
 ) -> None:
-    """In the optimizers' groups and state, replace each parameter by the one of the same name in ``after``."""
+    """In the optimizers' groups and state, replace each parameter by the one of the same name in ``after``.
+
+    ``convert`` gets this parameter and a tensor of its state.
+    """
     new = {id(p): after[name] for name, p in before.items() if name in after}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -501,5 +510,5 @@ def _replace_parameters(
         for p, own in state:
             target = new.get(id(p), p)
             if target is not p and isinstance(own, dict):  # the same dict, since users may refer to it
-                own.update({k: convert(v, target) for k, v in own.items() if isinstance(v, Tensor) and v.ndim})
+                own.update({key: map_tensors(value, partial(convert, target)) for key, value in own.items()})
             optimizer.state[target] = own

@@ -26,6 +26,7 @@ from trainloop.errors import CheckpointError
 from trainloop.optim.optimizers import all_optimizers, inner_optimizers, optimizers_of, parameters_of
 from trainloop.optim.parameters import criterion_module, trained_modules
 from trainloop.optim.states import load_optimizer_state_dict, saved_groups
+from trainloop.parallel.sharded.shards import map_items, state_like
 from trainloop.train_loop.progress.ending import end_that_holds
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun
@@ -259,8 +260,15 @@ def _fit_state(optimizer: torch.optim.Optimizer) -> None:
     """Replace full or not yet read state of the optimizer by this rank's shard."""
     for p, own in optimizer.state.items():
         for key, value in own.items() if isinstance(own, dict) else ():
-            if isinstance(value, StoredTensor) or (isinstance(value, torch.Tensor) and value.ndim):
-                own[key] = fitted(value, p if value.shape == getattr(p, "shape", None) else None)  # p may be a name
+            own[key] = _placed(value, p)
+
+
+def _placed(value: Any, p: Any) -> Any:
+    if isinstance(value, StoredTensor):
+        value = fitted(value, p if value.shape == getattr(p, "shape", None) else None)  # p may be a name
+    if isinstance(value, torch.Tensor):
+        return state_like(p, value)
+    return map_items(value, lambda _, item: _placed(item, p))
 
 
 def put_own_optimizer_states(loop: LoopState, everyone: list[Any]) -> None:
