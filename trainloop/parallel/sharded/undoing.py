@@ -2,7 +2,7 @@
 
 ``fully_shard`` changes a module in place: it replaces its class and adds hooks and marks. ``fit`` must return the same
 model object without these changes. This module has all private torch names that this needs (checked in torch 2.6 to
-2.13). If a later torch renames one, :func:`can_undo` reports it before anything is sharded.
+2.15). If a later torch renames one, :func:`can_undo` reports it before anything is sharded.
 """
 
 from __future__ import annotations
@@ -250,7 +250,9 @@ def drop_gathered_gradients(groups: list[Any]) -> None:
         for p in group.fsdp_params:
             whole = getattr(p, "_unsharded_param", None)
             if whole is not None:
-                whole.grad = p.unsharded_accumulated_grad = None
+                whole.grad = None
+                if p.unsharded_accumulated_grad is not None:  # since torch 2.15, this is whole.grad itself
+                    p.unsharded_accumulated_grad = None
 
 
 def _has_gradient(parameter: Any) -> bool:
