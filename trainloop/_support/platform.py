@@ -137,7 +137,9 @@ def signals_blocked(numbers: Iterable[int]) -> Iterator[None]:
 
 def _changed_mask(how: str, numbers: Iterable[int]) -> set[int]:
     """Change the signals that this thread blocks, and return those that it blocked before; empty on Windows."""
-    return set() if sys.platform == "win32" else signal.pthread_sigmask(getattr(signal, how), numbers)
+    if sys.platform == "win32":
+        return set()
+    return signal.pthread_sigmask(getattr(signal, how), numbers)
 
 
 # -- files and the network ---------------------------------------------------------------------------------------------
