@@ -212,10 +212,7 @@ class _Starts:
                     if self.first:
                         received.raise_if_any()  # check again: the server's imports may have taken a long time
                 self.first = False  # from here on a signal makes ranks write a checkpoint before they stop
-                if are_up:
-                    ranks.give(self.task, self.environment)
-                else:
-                    ranks.give_first(self.task)
+                ranks.give(self.task, self.environment)
                 ranks.watch(at_once=received.at_once)
                 ranks.wait_for_other_hosts()
             except WorkerFailedError as error:  # all ranks have ended

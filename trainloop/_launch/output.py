@@ -375,13 +375,13 @@ def quieten_log_streams(me: Rank, report: Report) -> None:
     """Let log handlers of the standard streams show only records from :func:`least_level` on; report the others."""
     if least_level(me) == logging.NOTSET:
         return
-    for log in (logging.root, *logging.root.manager.loggerDict.values()):
+    for log in loggers().values():
         # Not subclasses: a FileHandler writes to a file that the user has chosen.
-        shown = [handler for handler in getattr(log, "handlers", ()) if type(handler) is logging.StreamHandler]
+        shown = [handler for handler in log.handlers if type(handler) is logging.StreamHandler]
         level = min((handler.level for handler in shown), default=logging.WARNING)
         for handler in shown:
             handler.setLevel(max(handler.level, least_level(me)))
-        if isinstance(log, logging.Logger) and level < logging.WARNING:
+        if level < logging.WARNING:
             log.addHandler(_SwallowedRecords(level, report))
 
 

@@ -101,6 +101,7 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
     end_with_parent(files.caller_fd)
     guard_forks()
     while True:
+        work.apply()
         _here = _RanksTask(run, files, me, slots, work.task, received)
         exitcode = _here.do()
         if exitcode or not run.outlives_work:
@@ -113,7 +114,6 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
         if given is None:
             break
         work, received = given
-        work.apply()
     leave_group()
     _end_process(exitcode)
 

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
@@ -139,16 +139,17 @@ class Ranks:
         self._lines = [ours for ours, _ in pairs]
         self._env = {**os.environ, **variables}
 
-    def give_first(self, task: Task) -> None:
-        """Send the ranks their first task."""
-        self._begun = True
-        work = Work(self._run, self._files, task, {})
-        self._send_work(work, lambda local_rank: [*self._files.descriptors(local_rank), *task.fds])
-
-    def _send_work(self, work: Work, descriptors: Callable[[int], list[int]]) -> None:
+    def give(self, task: Task, variables: dict[str, str]) -> None:
+        """Send the ranks a task, with the changes of this process's state since their start or the previous task."""
+        env, cpus, folder = {**os.environ, **variables, LAUNCH_VARIABLE: self._token}, affinity(), None
+        with contextlib.suppress(OSError):
+            folder = os.getcwd()
+        changed = {name: env.get(name) for name in {*env, *self._env} if env.get(name) != self._env.get(name)}
+        work = Work(self._run, self._files, task, changed, folder, cpus if cpus != self._cpus else None)
+        is_first, self._begun, self._env, self._cpus = not self._begun, True, env, cpus
         for r, line in enumerate(self._lines):
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a rank that has died is found by watch()
-                work.send_over(line, descriptors(r))
+                work.send_over(line, [*(self._files.descriptors(r) if is_first else ()), *task.fds])
 
     # -- watching --------------------------------------------------------------------------------------------------
 
@@ -232,16 +233,6 @@ class Ranks:
             os.lseek(fd, 0, os.SEEK_SET)  # the rank shares this file position
         self._failures, self._liveness = {}, Liveness(self._run.timeout_s)
         self.cause = self._reported = None
-
-    def give(self, task: Task, variables: dict[str, str]) -> None:
-        """Send the ranks another task, with the changes of this process's state."""
-        env, cpus, folder = {**os.environ, **variables, LAUNCH_VARIABLE: self._token}, affinity(), None
-        with contextlib.suppress(OSError):
-            folder = os.getcwd()
-        changed = {name: env.get(name) for name in {*env, *self._env} if env.get(name) != self._env.get(name)}
-        work = Work(self._run, self._files, task, changed, folder, cpus if cpus != self._cpus else None)
-        self._env, self._cpus = env, cpus
-        self._send_work(work, lambda local_rank: list(task.fds))
 
     def _locals(self) -> range:
         return range(len(self._processes))
