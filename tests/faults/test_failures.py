@@ -491,13 +491,8 @@ def test_the_earliest_of_several_causes() -> None:
     assert first_failure([record(0, 7, consequence=True), record(1, 3, consequence=True)]).rank == 1
 
 
-def test_a_failure_survives_its_way_through_a_file() -> None:
-    failure = record(3, 5, message="ü\n", traceback="...", exitcode=1, timeout=True)
-    assert Failure.from_json(failure.to_json()) == failure
-
-
 def test_a_record_is_read_once_it_is_whole(tmp_path: Path) -> None:
-    failure = record(1, 5, message="x" * 9000, traceback="a\nb\n", exitcode=1)
+    failure = record(1, 5, message="x\nü" * 3000, traceback="a\nb\n", exitcode=1, timeout=True)
     fd = os.open(tmp_path / "record", os.O_RDWR | os.O_CREAT)
     try:
         write_record(fd, failure)

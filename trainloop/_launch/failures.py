@@ -66,15 +66,6 @@ class Failure:
     recorded: str | None = None
     """File in which a ``FailureRecorder`` has recorded the step."""
 
-    def to_json(self) -> bytes:
-        """Return the failure as JSON."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Failure:
-        """Return the failure that :meth:`to_json` converted to JSON."""
-        return cls(**json.loads(data))
-
 
 def with_note(error: WorkerFailedError, note: str) -> WorkerFailedError:
     """Return the error with a sentence added to its first line."""
@@ -479,7 +470,7 @@ def write_record(fd: int, failure: Failure) -> None:
     """Write a failure's record for the parent to read; an existing record is not overwritten."""
     # Errors while the rank unwinds are consequences of the first error.
     if os.fstat(fd).st_size == 0:
-        write_all(fd, memoryview(failure.to_json() + b"\n"), 0)
+        write_all(fd, memoryview(json.dumps(asdict(failure)).encode() + b"\n"), 0)
 
 
 def read_record(fd: int) -> Failure | None:
@@ -488,7 +479,7 @@ def read_record(fd: int) -> Failure | None:
     The parent may read while the rank writes: a reader can see the first pages of a long record before the others.
     """
     data = read_text(fd)
-    return Failure.from_json(data) if data.endswith(b"\n") else None  # JSON has no line break
+    return Failure(**json.loads(data)) if data.endswith(b"\n") else None  # JSON has no line break
 
 
 def read_text(fd: int) -> bytes:

@@ -19,7 +19,7 @@ from trainloop._launch.rank_process import RankTerminated, started_as, started_b
 from trainloop._support.forks import guard_forks
 from trainloop._support.platform import user_id
 from trainloop._support.signals import ends_by_sigterm, signals
-from trainloop._support.stopping import GroupStop, LocalStop, SharedStop, StopAgreement
+from trainloop._support.stopping import GroupStop, LocalStop, SharedStop, State, StopAgreement
 from trainloop._support.user_line import warn
 from trainloop._transfer.pages import anonymous_file, close_file
 from trainloop.distributed import Rank, exchange_ints
@@ -270,7 +270,7 @@ def _ending_together(here: SharedStop) -> Iterator[None]:
         except BaseException:
             here.abort()  # before this rank leaves the group, so that the others do not fail by that
             raise
-        here.finish()
+        here.set_state(State.DONE)
 
 
 @contextlib.contextmanager

@@ -41,6 +41,7 @@ from trainloop._support.signals import signals, uninterrupted
 from trainloop._support.stopping import SharedStop, StopAgreement
 from trainloop._transfer import pack
 from trainloop._transfer.pages import anonymous_file, close_file
+from trainloop.distributed import Rank
 from trainloop.distributed.key import key_from_environment, new_key
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.resources.enforce import child_environment, threads_in
@@ -143,11 +144,7 @@ def launch(
         meet(timeout_s=timeout_s) as hosts,
     ):
         run = RunSpec(
-            first_rank=node_rank * ranks_per_node,
-            world_size=num_nodes * ranks_per_node,
-            local_world_size=ranks_per_node,
-            node_rank=node_rank,
-            num_nodes=num_nodes,
+            Rank(node_rank * ranks_per_node, num_nodes * ranks_per_node, 0, ranks_per_node, node_rank, num_nodes),
             devices=tuple(str(device) for device in chosen),
             backend=backend,
             timeout_s=timeout_s,
@@ -159,102 +156,108 @@ def launch(
             outlives_work=kept is not None,
         )
         task = Task(payload.handle, tuple(payload.descriptors), settings, modules, targets, main_place())
-        processes = _Processes(environment, method, served)
-        result: T = _Starts(run, task, processes, hosts, kept, restart_policy, take_rescued).run()
+        starts = _Starts(run, task, environment, method, served, hosts, kept, restart_policy, take_rescued)
+        result: T = starts.run_to_end()
         return result
 
 
 @dataclass
-class _Processes:
-    """How the ranks' processes start."""
+class _Starts:
+    """All starts of one call's ranks: the first start, and restarts after failures."""
 
+    run: RunSpec
+    task: Task
     environment: dict[str, str]
     """Environment variables to set in addition to this process's."""
     method: str
     """``'auto'``, ``'forkserver'`` or ``'spawn'``, as chosen for this machine."""
     served: bool
-    """True to fork them from the server."""
+    """True to fork the processes from the server."""
+    hosts: Hosts | None
+    kept: KeptRanks | None
+    policy: RestartPolicy | None
+    take_rescued: Callable[[Any], str] | None
+    first: bool = True
+    disturbed: int = 0
+    """Number of starts that were repeated because an untrusted process had connected."""
 
-
-class _Starts:
-    """All starts of one call's ranks: the first start, and restarts after failures."""
-
-    def __init__(
-        self,
-        run: RunSpec,
-        task: Task,
-        processes: _Processes,
-        hosts: Hosts | None,
-        kept: KeptRanks | None,
-        policy: RestartPolicy | None,
-        take_rescued: Callable[[Any], str] | None,
-    ) -> None:
-        self._run, self._task, self._processes = run, task, processes
-        self._hosts, self._kept, self._policy, self._take_rescued = hosts, kept, policy, take_rescued
-        self._terms = None if kept is None else _terms(run, processes)
-        self._first = True
-        self._disturbed = 0  # number of starts that were repeated because an untrusted process had connected
-
-    def run(self) -> Any:
+    def run_to_end(self) -> Any:
         """Start ranks until their work is done; return the result of local rank 0's function."""
+        terms = None if self.kept is None else self._terms()
         while True:
             with contextlib.ExitStack() as undo:
-                if self._policy is not None:
-                    self._policy.before_start()
-                up = self._kept.resume(self._terms, undo) if self._kept is not None else None
-                ranks = up or _new_ranks(self._run, self._hosts, undo)
+                if self.policy is not None:
+                    self.policy.before_start()
+                up = self.kept.resume(terms, undo) if self.kept is not None else None
+                ranks = up or _new_ranks(self.run, self.hosts, undo)
                 if self._run_once(ranks, are_up=up is not None):
                     result = ranks.result()
-                    if self._kept is not None:
-                        self._kept.keep(ranks, self._terms, undo)
+                    if self.kept is not None:
+                        self.kept.keep(ranks, terms, undo)
                     return result
+
+    def _terms(self) -> list[Any]:
+        """Return what ranks get or inherit at their start, and keep. If it changes, new ranks must be started."""
+        settings = replace(self.run, key=None, interface=None), self.environment, self.method
+        return [*settings, LoadedCode(), fixed_state(), limits(), absolute_path(), blocked_signals()]
 
     def _run_once(self, ranks: Ranks, *, are_up: bool) -> bool:
         """Start the ranks if they are not running, send the work, and wait; return False if new ranks must start."""
         with signals(ranks.stop) as received:
-            if self._first:
+            if self.first:
                 received.raise_if_any()  # no work has begun yet, so end at once
             try:
-                with _terminate_ranks_on_error(ranks):
-                    if not are_up:
-                        _start_processes(ranks, self._processes)
-                        if self._first:
-                            received.raise_if_any()  # check again: the server's imports may have taken a long time
-                    self._first = False  # from here on a signal makes ranks write a checkpoint before they stop
-                    if are_up:
-                        ranks.give(self._task, self._processes.environment)
-                    else:
-                        ranks.give_first(self._task)
-                    ranks.watch(at_once=received.at_once)
-                    ranks.wait_for_other_hosts()
-            except WorkerFailedError as error:
+                if not are_up:
+                    self._start_processes(ranks)
+                    if self.first:
+                        received.raise_if_any()  # check again: the server's imports may have taken a long time
+                self.first = False  # from here on a signal makes ranks write a checkpoint before they stop
+                ranks.give(self.task, self.environment)
+                ranks.watch(at_once=received.at_once)
+                ranks.wait_for_other_hosts()
+            except WorkerFailedError as error:  # all ranks have ended
                 self._raise_unless_restarting(ranks, error)
                 return False
+            except BaseException:
+                with uninterrupted():  # a second Ctrl-C must not leave processes behind
+                    ranks.end()
+                raise
             received.note(ranks.stop.requested)  # include a signal that a rank received after its last step
         return True
+
+    def _start_processes(self, ranks: Ranks) -> None:
+        """Start the ranks' processes; without a server, these and later ones are spawned."""
+        if self.served:
+            try:
+                ranks.start(self.environment, served=True)
+                return
+            except NoServerError as error:
+                _explain(error, self.method)
+                self.served = False
+        ranks.start(self.environment, served=False)
 
     def _raise_unless_restarting(self, ranks: Ranks, error: WorkerFailedError) -> None:
         """Raise the error if it ends the run; otherwise print or record why ranks restart."""
         # Not with several hosts: every host would have to restart its ranks.
-        again = self._disturbed < len(_PAUSES_S) and self._run.num_nodes == 1
+        again = self.disturbed < len(_PAUSES_S) and self.run.first.num_nodes == 1
         if ranks.disturbance and again:
-            pause_s = _PAUSES_S[self._disturbed]
-            self._disturbed += 1
-            attempt = f"{self._disturbed} of {len(_PAUSES_S)}, after {pause_s:g} s"
+            pause_s = _PAUSES_S[self.disturbed]
+            self.disturbed += 1
+            attempt = f"{self.disturbed} of {len(_PAUSES_S)}, after {pause_s:g} s"
             logger.warning(f"Restarting the ranks ({attempt}): {ranks.disturbance}")
             time.sleep(pause_s)  # a scan of ports may be over by then
             return
-        if self._policy is None or ranks.cause is None:
+        if self.policy is None or ranks.cause is None:
             raise self._with_rescued(ranks, error) from None
-        final = self._policy.error_that_ends_run(ranks.cause, error)
+        final = self.policy.error_that_ends_run(ranks.cause, error)
         if final is not None:
             raise self._with_rescued(ranks, final) from None
 
     def _with_rescued(self, ranks: Ranks, error: WorkerFailedError) -> WorkerFailedError:
-        rescued = ranks.rescued() if self._take_rescued is not None else None
-        if rescued is None or self._take_rescued is None:
+        rescued = ranks.rescued() if self.take_rescued is not None else None
+        if rescued is None or self.take_rescued is None:
             return error
-        return with_note(error, self._take_rescued(rescued))
+        return with_note(error, self.take_rescued(rescued))
 
 
 def _check_caller() -> None:
@@ -299,13 +302,13 @@ def _descriptors_explained() -> Iterator[None]:
 
 def _new_ranks(run: RunSpec, hosts: Hosts | None, undo: contextlib.ExitStack) -> Ranks:
     """Return ranks that are not started yet, and create the files of one start; ``undo`` removes both."""
-    ranks_per_node = run.local_world_size
+    ranks_per_node = run.first.local_world_size
     token = f"{os.getpid()}-{time.monotonic_ns()}"
     file = partial(_unnamed_file, undo)
     outlets = Outlets()
     undo.callback(outlets.close)
     files = StartFiles(
-        slots_fd=file("slots", 8 * (SharedStop.num_slots(ranks_per_node) + ranks_per_node)),
+        slots_fd=file("slots", 8 * SharedStop.num_slots(ranks_per_node)),
         store_fd=file("store"),
         result_fd=file("result"),
         output_fd=outlets.sending_fd,
@@ -317,18 +320,6 @@ def _new_ranks(run: RunSpec, hosts: Hosts | None, undo: contextlib.ExitStack) ->
     ranks = Ranks(run, files, token, outlets, hosts)
     undo.callback(ranks.close)
     return ranks
-
-
-@contextlib.contextmanager
-def _terminate_ranks_on_error(ranks: Ranks) -> Iterator[None]:
-    try:
-        yield
-    except WorkerFailedError:  # all ranks have ended already
-        raise
-    except BaseException:
-        with uninterrupted():  # a second Ctrl-C must not leave processes behind
-            ranks.end()
-        raise
 
 
 def _unnamed_file(undo: contextlib.ExitStack, name: str, size: int = 0) -> int:
@@ -351,12 +342,6 @@ def _this_process(undo: contextlib.ExitStack) -> int:
     return fd
 
 
-def _terms(run: RunSpec, processes: _Processes) -> list[Any]:
-    """Return what ranks get or inherit at their start, and keep. If it changes, new ranks must be started."""
-    settings = replace(run, key=None, interface=None), processes.environment, processes.method
-    return [*settings, LoadedCode(), fixed_state(), limits(), absolute_path(), blocked_signals()]
-
-
 def _begin_server(method: str) -> bool:
     """Start the fork server, which imports its modules in the background; return False if ranks must be spawned."""
     if method == "spawn":
@@ -367,18 +352,6 @@ def _begin_server(method: str) -> bool:
         _explain(error, method)
         return False
     return True
-
-
-def _start_processes(ranks: Ranks, processes: _Processes) -> None:
-    """Start the ranks' processes; without a server, this one and later ones are spawned."""
-    if processes.served:
-        try:
-            ranks.start(processes.environment, served=True)
-            return
-        except NoServerError as error:
-            _explain(error, processes.method)
-            processes.served = False
-    ranks.start(processes.environment, served=False)
 
 
 def _explain(error: NoServerError, method: str) -> None:

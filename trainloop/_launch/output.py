@@ -22,7 +22,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 from trainloop._launch.script.settings import loggers, standard_stream_of
 from trainloop._support.output import GuardedStream, unguarded
@@ -113,9 +113,11 @@ class Sender:
 class ForwardedStream(io.TextIOBase):
     """A stream whose text is written to the caller's stream of this name, line by line."""
 
+    encoding = ""
+
     def __init__(self, sender: Sender, name: str, real: Any, isatty: bool, encoding: str) -> None:
         self._sender, self._name, self._real = sender, name, real
-        self._isatty, self._encoding = isatty, encoding
+        self._isatty, self.encoding = isatty, encoding
         self._text, self._pid = "", os.getpid()
         self._lock = threading.RLock()
 
@@ -145,10 +147,6 @@ class ForwardedStream(io.TextIOBase):
 
     def writable(self) -> bool:
         return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._encoding
 
 
 class HandlerOfRank(logging.Handler):
@@ -276,44 +274,31 @@ def _handle(name: str, attributes: dict[str, Any]) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-class _Prefixed(io.TextIOBase):
-    """Write whole lines to another stream, each with a prefix."""
+class _Prefixed(GuardedStream):
+    """Write whole lines, each with a prefix."""
 
-    def __init__(self, stream: TextIO, prefix: str) -> None:
-        self._stream = stream
+    def __init__(self, stream: Any, name: str, prefix: str) -> None:
+        super().__init__(stream, name)
         self._prefix = prefix
         self._line = ""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the warning about a stream that fails is written to this one
 
     def write(self, text: str) -> int:
         with self._lock:
             *lines, self._line = (self._line + text).split("\n")
             if lines:
                 # One write for all lines, so that the output of two ranks does not mix within a line.
-                self._stream.write("".join(f"{self._prefix}{line}\n" for line in lines))
-                self._stream.flush()
+                super().write("".join(f"{self._prefix}{line}\n" for line in lines))
+                self.flush()
         return len(text)
 
-    def flush(self) -> None:
-        self._stream.flush()
+    def isatty(self) -> bool:
+        return False
 
     def finish(self) -> None:
         """Write the last line if it does not end with a newline."""
         if self._line:
             self.write("\n")
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def isatty(self) -> bool:
-        return False
-
-    def writable(self) -> bool:
-        return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
 
 
 class _Swallowed(io.TextIOBase):
@@ -390,13 +375,13 @@ def quieten_log_streams(me: Rank, report: Report) -> None:
     """Let log handlers of the standard streams show only records from :func:`least_level` on; report the others."""
     if least_level(me) == logging.NOTSET:
         return
-    for log in (logging.root, *logging.root.manager.loggerDict.values()):
+    for log in loggers().values():
         # Not subclasses: a FileHandler writes to a file that the user has chosen.
-        shown = [handler for handler in getattr(log, "handlers", ()) if type(handler) is logging.StreamHandler]
+        shown = [handler for handler in log.handlers if type(handler) is logging.StreamHandler]
         level = min((handler.level for handler in shown), default=logging.WARNING)
         for handler in shown:
             handler.setLevel(max(handler.level, least_level(me)))
-        if isinstance(log, logging.Logger) and level < logging.WARNING:
+        if level < logging.WARNING:
             log.addHandler(_SwallowedRecords(level, report))
 
 
@@ -434,21 +419,22 @@ def rank_streams(me: Rank, sender: Sender | None, targets: Targets, report: Repo
     own = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     if sender is not None:
         own.update((name, ForwardedStream(sender, name, own[name], *facts)) for name, facts in targets.streams.items())
-    streams = {name: GuardedStream(stream, name) for name, stream in own.items() if stream is not None}
-    prefixed = []
-    for name, stream in streams.items():
-        shown: Any = stream
-        if me.rank != 0:
-            shown = _Swallowed(report)
-            if name == "stderr" or _all_output_shown():
-                shown = _Prefixed(stream, f"[rank {me.rank}] ")  # type: ignore[arg-type]  # it has what is used
-                prefixed.append(shown)
-        setattr(sys, name, shown)
+    streams: list[Any] = []
+    for name, stream in own.items():
+        if stream is None:
+            continue
+        if me.rank == 0:
+            streams.append(GuardedStream(stream, name))
+        elif name == "stderr" or _all_output_shown():
+            streams.append(_Prefixed(stream, name, f"[rank {me.rank}] "))
+        else:
+            streams.append(_Swallowed(report))
+        setattr(sys, name, streams[-1])
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
-        for shown in prefixed:
-            shown.finish()
-        for stream in streams.values():
+        for stream in streams:
+            if isinstance(stream, _Prefixed):
+                stream.finish()
             stream.flush()

@@ -31,7 +31,7 @@ from trainloop._support.forks import guard_forks
 from trainloop._support.platform import process_config, resource
 from trainloop._support.scratch import name_semaphores
 from trainloop._support.signals import rank_signals
-from trainloop._support.stopping import GroupStop, SharedStop
+from trainloop._support.stopping import GroupStop, SharedStop, State
 from trainloop._transfer.result import ResultFile
 from trainloop.distributed import Rank
 from trainloop.distributed.key import set_run_key
@@ -46,12 +46,6 @@ _DAEMONS_S = 5.0  # at a rank's end, time for loader workers to end
 _ORPHAN_GRACE_S = 5.0  # time for a rank to unwind after its parent was killed
 
 
-class State:
-    """The state of a rank, in one int64 of shared memory, which only the rank writes."""
-
-    STARTING, RUNNING, DONE, FAILING, FAILED, TIMED_OUT, RESCUING = range(7)
-
-
 class RankTerminated(BaseException):
     """Raised in a rank by SIGTERM once another rank has failed, so that ``finally`` blocks run."""
 
@@ -59,24 +53,22 @@ class RankTerminated(BaseException):
         super().__init__("another rank has failed, so this rank ends. The output of that rank has the cause.")
 
 
-_started_as: Rank | None = None
-_result_file: ResultFile | None = None
-_own_state: tuple[memoryview, int] | None = None  # the slots, and the index of this rank's state
+_here: _RanksTask | None = None
 
 
 def started_by_launch() -> bool:
     """Return True if this process is a rank that ``launch`` started."""
-    return _started_as is not None
+    return _here is not None
 
 
 def started_as() -> Rank | None:
     """Return the rank that ``launch`` has given this process; ``None`` if ``launch`` did not start this process."""
-    return _started_as
+    return None if _here is None else _here.me
 
 
 def result_file() -> ResultFile | None:
     """Return the file for local rank 0's result, to which other ranks may add parts; ``None`` outside of ranks."""
-    return _result_file
+    return None if _here is None else _here.result_file
 
 
 def rescue_result(get_result: Callable[[], object]) -> None:
@@ -84,34 +76,36 @@ def rescue_result(get_result: Callable[[], object]) -> None:
 
     The launching process waits for it, within limits, even if another rank has failed first.
     """
-    assert _result_file is not None
-    assert _own_state is not None
-    slots, place = _own_state
-    slots[place] = State.RESCUING
-    _result_file.write(get_result())
+    assert _here is not None
+    _here.stop.set_state(State.RESCUING)
+    _here.result_file.write(get_result())
 
 
 def run_rank(local_rank: int, line: connection.Connection) -> None:
     """Receive work over ``line`` and do it; this is the main function of a rank's process."""
-    global _started_as
+    global _here
     first = next_work(line)
     if first is None:
         return
     work, received = first
-    run, files = work.run, work.files.numbered(received)
-    me = _started_as = run.rank_of(local_rank)
+    run, files, me = work.run, work.files.numbered(received), work.run.rank_of(local_rank)
+    slots = memoryview(files.map_slots()).cast("q")
     stack_fd = files.stack_fds[local_rank]
     # Semaphores and temporary files (of loader workers) are named after their launch, because a killed rank can't
     # remove them.
     name_semaphores(os.environ[LAUNCH_VARIABLE])
     process_config()["tempdir"] = files.scratch.path
-    slots = memoryview(files.map_slots()).cast("q")
     faulthandler.enable(file=stack_fd, all_threads=True)  # a crash in native code leaves its Python stack
     if sys.platform != "win32" and STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
     end_with_parent(files.caller_fd)
     guard_forks()
-    while (exitcode := _do_work(run, files, work.task, me, slots, received)) == 0 and run.outlives_work:
+    while True:
+        work.apply()
+        _here = _RanksTask(run, files, me, slots, work.task, received)
+        exitcode = _here.do()
+        if exitcode or not run.outlives_work:
+            break
         os.close(received[work.task.handle.fd])
         gc.collect()  # releases the caller's shared memory
         with contextlib.suppress(OSError):  # the launching process has ended; the next line detects that
@@ -120,49 +114,8 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
         if given is None:
             break
         work, received = given
-        work.apply()
     leave_group()
     _end_process(exitcode)
-
-
-def _do_work(
-    run: RunSpec, files: StartFiles, task: Task, me: Rank, slots: memoryview, received: Mapping[int, int]
-) -> int:
-    """Open the payload, do its work and write the result; return the exit code, 0 for success."""
-    global _result_file, _own_state
-    _result_file = ResultFile(files.result_fd)
-    stop = SharedStop(slots, me.local_rank, run.local_world_size, run.timeout_s)
-    state = SharedStop.num_slots(run.local_world_size) + me.local_rank
-    _own_state = slots, state
-
-    def run_failed() -> bool:
-        return stop.aborted or parent_has_ended()
-
-    with (
-        rank_signals(stop, ended=run_failed, end=RankTerminated),
-        contextlib.ExitStack() as undo,
-    ):
-        try:
-            sender = Sender(files.output_fd) if files.output_fd >= 0 else None
-            report = Report(os.path.join(files.scratch.path, "output-not-shown"))
-            undo.enter_context(rank_streams(me, sender, task.targets, report))
-            slots[state] = State.RUNNING
-            if "nccl" in run.backend:
-                undo.enter_context(unblocking(run_failed))
-            # This opens the payload, too, so that an error in the user's imports is recorded like any other.
-            result = _set_up_and_call(run, files, task, me, stop, sender, report, undo, received)
-            if me.local_rank == 0:
-                _result_file.write(result)
-            slots[state] = State.DONE
-        except BaseException as error:
-            failed = error, files.record_fds[me.local_rank], me, stop, slots, state
-            try:
-                exitcode = _fail(*failed)
-            except RuntimeError:  # DataLoader's handler of SIGCHLD raises at a call, once for each dead worker
-                exitcode = _fail(*failed)
-            leave_group(failed=True)
-            return exitcode
-    return 0
 
 
 # Kept until the process ends: a group's destructor waits for the group's threads. If a Reducer had the last reference,
@@ -170,109 +123,144 @@ def _do_work(
 _groups: list[Any] = []
 
 
-def _set_up_and_call(
-    run: RunSpec,
-    files: StartFiles,
-    task: Task,
-    me: Rank,
-    stop: SharedStop,
-    sender: Sender | None,
-    report: Report,
-    undo: contextlib.ExitStack,
-    received: Mapping[int, int],
-) -> Any:
-    os.environ.update(
-        RANK=str(me.rank),
-        WORLD_SIZE=str(me.world_size),
-        LOCAL_RANK=str(me.local_rank),
-        LOCAL_WORLD_SIZE=str(me.local_world_size),
-    )
-    if run.interface is not None:  # this applies to groups that the work creates, and to later work of kept ranks, too
-        os.environ["GLOO_SOCKET_IFNAME"] = run.interface
-    if run.num_threads is not None:
-        torch.set_num_threads(run.num_threads)
-    _allow_many_descriptors()
-    if "nccl" in run.backend:
-        # After a time-out, NCCL's watchdog dumps its state and waits four times this value for it: by default a minute.
-        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
-    device = torch.device(run.devices[me.local_rank])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    take_main_place(*task.main)
-    set_run_key(run.key)
-    # Before the payload is opened, which imports the user's modules, whose warnings must be filtered, too.
-    apply_settings(task.settings)
-    quieten_log_streams(me, report)
-    undo.enter_context(rank_handlers(sender, task.targets, me, report))
-    write_late = receive_modules(task.modules, device, warns=me.local_rank == 0)
-    function = task.handle.open(device, received)
-    write_late()
-    if not run.outlives_work:
-        undo.callback(leave_group)
-    if not dist.is_initialized():
-        with only_trusted_peers(DisturbedStartError):
-            _make_group(run, files, me, device)
-        _groups.append(dist.group.WORLD)
-    if me.num_nodes == 1:
-        return function(stop)
-    with only_trusted_peers():
-        agreement = GroupStop(
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=run.timeout_s)), me.world_size, also=stop
+class _RanksTask:
+    """A task of this process, which is a rank."""
+
+    def __init__(
+        self, run: RunSpec, files: StartFiles, me: Rank, slots: memoryview, task: Task, received: Mapping[int, int]
+    ) -> None:
+        self._run, self._files, self.me, self._task, self._received = run, files, me, task, received
+        self._device = torch.device(run.devices[me.local_rank])
+        self.result_file = ResultFile(files.result_fd)
+        self.stop = SharedStop(slots, me.local_rank, me.local_world_size, run.timeout_s)
+
+    def do(self) -> int:
+        """Open the payload, do its work and write the result; return the exit code, 0 for success."""
+        with (
+            rank_signals(self.stop, ended=self._run_failed, end=RankTerminated),
+            contextlib.ExitStack() as undo,
+        ):
+            try:
+                self._set_up(undo)
+                # This opens the payload, too, so that an error in the user's imports is recorded like any other.
+                result = self._call(undo)
+                if self.me.local_rank == 0:
+                    self.result_file.write(result)
+                self.stop.set_state(State.DONE)
+            except BaseException as error:
+                try:
+                    exitcode = self._fail(error)
+                except RuntimeError:  # DataLoader's handler of SIGCHLD raises at a call, once for each dead worker
+                    exitcode = self._fail(error)
+                leave_group(failed=True)
+                return exitcode
+        return 0
+
+    def _run_failed(self) -> bool:
+        return self.stop.aborted or parent_has_ended()
+
+    def _set_up(self, undo: contextlib.ExitStack) -> None:
+        """Prepare this process for the task; ``undo`` reverts it."""
+        run, me, task = self._run, self.me, self._task
+        sender = Sender(self._files.output_fd) if self._files.output_fd >= 0 else None
+        report = Report(os.path.join(self._files.scratch.path, "output-not-shown"))
+        undo.enter_context(rank_streams(me, sender, task.targets, report))
+        self.stop.set_state(State.RUNNING)
+        if "nccl" in run.backend:
+            undo.enter_context(unblocking(self._run_failed))
+        os.environ.update(
+            RANK=str(me.rank),
+            WORLD_SIZE=str(me.world_size),
+            LOCAL_RANK=str(me.local_rank),
+            LOCAL_WORLD_SIZE=str(me.local_world_size),
         )
-    result = function(agreement)
-    agreement.finish()
-    return result
+        if run.interface is not None:  # this applies to groups that the work creates, and to later work of kept ranks
+            os.environ["GLOO_SOCKET_IFNAME"] = run.interface
+        if run.num_threads is not None:
+            torch.set_num_threads(run.num_threads)
+        _allow_many_descriptors()
+        if "nccl" in run.backend:
+            # After a time-out, NCCL's watchdog dumps its state and waits four times this value for it: by default a
+            # minute.
+            os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        take_main_place(*task.main)
+        set_run_key(run.key)
+        # Before the payload is opened, which imports the user's modules, whose warnings must be filtered, too.
+        apply_settings(task.settings)
+        quieten_log_streams(me, report)
+        undo.enter_context(rank_handlers(sender, task.targets, me, report))
 
+    def _call(self, undo: contextlib.ExitStack) -> Any:
+        """Open the payload, join the process group, and call the task's function; return its result."""
+        run, me = self._run, self.me
+        write_late = receive_modules(self._task.modules, self._device, warns=me.local_rank == 0)
+        function = self._task.handle.open(self._device, self._received)
+        write_late()
+        if not run.outlives_work:
+            undo.callback(leave_group)
+        if not dist.is_initialized():
+            with only_trusted_peers(DisturbedStartError):
+                self._make_group()
+            _groups.append(dist.group.WORLD)
+        if me.num_nodes == 1:
+            return function(self.stop)
+        with only_trusted_peers():
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=run.timeout_s))
+        agreement = GroupStop(group, me.world_size, also=self.stop)
+        result = function(agreement)
+        agreement.finish()
+        return result
 
-def _make_group(run: RunSpec, files: StartFiles, me: Rank, device: torch.device) -> None:
-    timeout = timedelta(seconds=run.timeout_s)
-    store: dist.Store
-    if run.init_method is not None:
-        dist.init_process_group(
-            run.backend,
-            init_method=run.init_method,
-            rank=me.rank,
-            world_size=me.world_size,
-            timeout=timeout,
-        )
-        return
-    if run.store is None:
-        # A file needs no free port, and two runs can't connect to each other.
-        # Outside Linux, a descriptor can't be reopened with a separate position and lock.
-        named = os.path.join(files.scratch.path, "store")
-        path = f"/proc/self/fd/{files.store_fd}" if sys.platform == "linux" else named
-        store = dist.FileStore(path, me.world_size)
-    else:
-        host, port, prefix = run.store
-        client = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-        store = dist.PrefixStore(prefix, client)
-    # Don't pass device_id (the current device is set): NCCL would create every smaller group by a split that needs all
-    # ranks, and a user's Gloo group of some ranks would wait for it forever (torch 2.6 to 2.13).
-    dist.init_process_group(run.backend, store=store, rank=me.rank, world_size=me.world_size, timeout=timeout)
+    def _make_group(self) -> None:
+        run = self._run
+        options: dict[str, Any] = {
+            "rank": self.me.rank,
+            "world_size": self.me.world_size,
+            "timeout": timedelta(seconds=run.timeout_s),
+        }
+        if run.init_method is not None:
+            dist.init_process_group(run.backend, init_method=run.init_method, **options)
+            return
+        store: dist.Store
+        if run.store is None:
+            # A file needs no free port, and two runs can't connect to each other.
+            # Outside Linux, a descriptor can't be reopened with a separate position and lock.
+            named = os.path.join(self._files.scratch.path, "store")
+            path = f"/proc/self/fd/{self._files.store_fd}" if sys.platform == "linux" else named
+            store = dist.FileStore(path, self.me.world_size)
+        else:
+            host, port, prefix = run.store
+            timeout = options["timeout"]
+            client = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+            store = dist.PrefixStore(prefix, client)
+        # Don't pass device_id (the current device is set): NCCL would create every smaller group by a split that needs
+        # all ranks, and a user's Gloo group of some ranks would wait for it forever (torch 2.6 to 2.13).
+        dist.init_process_group(run.backend, store=store, **options)
 
-
-def _fail(error: BaseException, record_fd: int, me: Rank, stop: SharedStop, slots: memoryview, state: int) -> int:
-    """Record the error, before this rank leaves the group and others fail as a consequence; return the exit code."""
-    if isinstance(error, RankTerminated):
-        return 128 + signal.SIGTERM
-    slots[state] = State.FAILING  # reading the lines of its traceback takes a while on a busy machine
-    # DataLoader's handler of SIGCHLD may raise anywhere, including here, once for each dead worker.
-    for _ in range(8):
-        with contextlib.suppress(RuntimeError):
-            failure = failure_of(error, me.rank)
-            write_record(record_fd, failure)
-            if sys.platform != "win32":
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            break
-    if failure.timeout:
-        # Don't end yet: the other ranks must keep hanging where they are until the parent has read their stacks.
-        slots[state] = State.TIMED_OUT
-        deadline = time.monotonic() + _STACK_WAIT_S
-        while not stop.aborted and time.monotonic() < deadline:
-            time.sleep(0.01)
-    else:
-        slots[state] = State.FAILED
-    return failure.exitcode or 1
+    def _fail(self, error: BaseException) -> int:
+        """Record the error, before this rank leaves the group and others fail as a consequence; return exit code."""
+        if isinstance(error, RankTerminated):
+            return 128 + signal.SIGTERM
+        self.stop.set_state(State.FAILING)  # reading the lines of its traceback takes a while on a busy machine
+        # DataLoader's handler of SIGCHLD may raise anywhere, including here, once for each dead worker.
+        for _ in range(8):
+            with contextlib.suppress(RuntimeError):
+                failure = failure_of(error, self.me.rank)
+                write_record(self._files.record_fds[self.me.local_rank], failure)
+                if sys.platform != "win32":
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                break
+        if failure.timeout:
+            # Don't end yet: the other ranks must keep hanging where they are until the parent has read their stacks.
+            self.stop.set_state(State.TIMED_OUT)
+            deadline = time.monotonic() + _STACK_WAIT_S
+            while not self.stop.aborted and time.monotonic() < deadline:
+                time.sleep(0.01)
+        else:
+            self.stop.set_state(State.FAILED)
+        return failure.exitcode or 1
 
 
 def _end_process(exitcode: int) -> None:

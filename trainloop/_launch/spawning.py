@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
@@ -17,12 +17,12 @@ from trainloop._launch.failures import Failure, exit_text, first_failure, read_r
 from trainloop._launch.hosts import Hosts
 from trainloop._launch.liveness import Liveness, Sign, hanging_ranks
 from trainloop._launch.output import Outlets
-from trainloop._launch.rank_process import STACK_SIGNAL, State, run_rank
+from trainloop._launch.rank_process import STACK_SIGNAL, run_rank
 from trainloop._launch.work import LAUNCH_VARIABLE, RunSpec, StartFiles, Task, Work
 from trainloop._processes import fork_server as processes
 from trainloop._support.platform import affinity
 from trainloop._support.signals import ReceivedSignals
-from trainloop._support.stopping import SharedStop
+from trainloop._support.stopping import SharedStop, State
 from trainloop._support.user_line import warn
 from trainloop._transfer.result import ResultFile
 from trainloop.distributed.peers import DisturbedStartError
@@ -85,11 +85,12 @@ class Ranks:
         hosts: Hosts | None = None,
     ) -> None:
         self._run, self._files = run, files
+        self._first_rank = run.first.rank
         self._hosts = hosts
         self._outlets = outlets
         self._map = files.map_slots()
         self._slots = memoryview(self._map).cast("q")
-        self.stop = SharedStop(self._slots, -1, run.local_world_size)
+        self.stop = SharedStop(self._slots, -1, run.first.local_world_size)
         self._processes: list[Any] = []
         self._failures: dict[int, Failure] = {}
         self._reported: Failure | None = None  # to the other hosts
@@ -120,7 +121,7 @@ class Ranks:
         """
         # All processes that ranks start inherit the token, so that remaining ones can be found.
         variables = {**environment, LAUNCH_VARIABLE: self._token}
-        pairs = _pairs(self._run.local_world_size)
+        pairs = _pairs(self._run.first.local_world_size)
         calls: list[processes.Call] = [(run_rank, (r, theirs)) for r, (_, theirs) in enumerate(pairs)]
         self._line_marks = [os.readlink(f"/proc/self/fd/{theirs.fileno()}") for _, theirs in pairs] if _PROC else []
         try:
@@ -138,16 +139,17 @@ class Ranks:
         self._lines = [ours for ours, _ in pairs]
         self._env = {**os.environ, **variables}
 
-    def give_first(self, task: Task) -> None:
-        """Send the ranks their first task."""
-        self._begun = True
-        work = Work(self._run, self._files, task, {})
-        self._send_work(work, lambda local_rank: [*self._files.descriptors(local_rank), *task.fds])
-
-    def _send_work(self, work: Work, descriptors: Callable[[int], list[int]]) -> None:
+    def give(self, task: Task, variables: dict[str, str]) -> None:
+        """Send the ranks a task, with the changes of this process's state since their start or the previous task."""
+        env, cpus, folder = {**os.environ, **variables, LAUNCH_VARIABLE: self._token}, affinity(), None
+        with contextlib.suppress(OSError):
+            folder = os.getcwd()
+        changed = {name: env.get(name) for name in {*env, *self._env} if env.get(name) != self._env.get(name)}
+        work = Work(self._run, self._files, task, changed, folder, cpus if cpus != self._cpus else None)
+        is_first, self._begun, self._env, self._cpus = not self._begun, True, env, cpus
         for r, line in enumerate(self._lines):
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a rank that has died is found by watch()
-                work.send_over(line, descriptors(r))
+                work.send_over(line, [*(self._files.descriptors(r) if is_first else ()), *task.fds])
 
     # -- watching --------------------------------------------------------------------------------------------------
 
@@ -185,7 +187,7 @@ class Ranks:
                 received = ReceivedSignals()
                 received.note(self.stop.requested)
                 received.raise_if_any()
-            if self._notice() or any(self._state_of(r) == State.TIMED_OUT for r in self._locals()):
+            if self._notice() or any(self.stop.state_of(r) == State.TIMED_OUT for r in self._locals()):
                 self.fail()
             if self._hosts is not None and self._hosts.failure() is not None:
                 self.fail()
@@ -193,10 +195,14 @@ class Ranks:
                 if self._notice():  # a rank may have failed since the check above
                     self.fail()
                 return
-            if self._run.outlives_work and not busy and all(self._state_of(r) == State.DONE for r in self._locals()):
+            if (
+                self._run.outlives_work
+                and not busy
+                and all(self.stop.state_of(r) == State.DONE for r in self._locals())
+            ):
                 return
             overdue = self._overdue()
-            if overdue and self._state_of(overdue[0]) == State.DONE:
+            if overdue and self.stop.state_of(overdue[0]) == State.DONE:
                 self._end_lingering(overdue)
                 return
             if overdue:
@@ -216,7 +222,7 @@ class Ranks:
 
     def are_up(self) -> bool:
         """Return True if all ranks wait for more work."""
-        return self._run.outlives_work and len(self._alive()) == self._run.local_world_size
+        return self._run.outlives_work and len(self._alive()) == self._run.first.local_world_size
 
     def reset(self) -> None:
         """Reset the state of the last work, while the ranks are running."""
@@ -228,27 +234,14 @@ class Ranks:
         self._failures, self._liveness = {}, Liveness(self._run.timeout_s)
         self.cause = self._reported = None
 
-    def give(self, task: Task, variables: dict[str, str]) -> None:
-        """Send the ranks another task, with the changes of this process's state."""
-        env, cpus, folder = {**os.environ, **variables, LAUNCH_VARIABLE: self._token}, affinity(), None
-        with contextlib.suppress(OSError):
-            folder = os.getcwd()
-        changed = {name: env.get(name) for name in {*env, *self._env} if env.get(name) != self._env.get(name)}
-        work = Work(self._run, self._files, task, changed, folder, cpus if cpus != self._cpus else None)
-        self._env, self._cpus = env, cpus
-        self._send_work(work, lambda local_rank: list(task.fds))
-
     def _locals(self) -> range:
         return range(len(self._processes))
 
     def _alive(self) -> list[int]:
         return [r for r in self._locals() if self._processes[r].is_alive()]
 
-    def _state_of(self, local_rank: int) -> int:
-        return self._slots[SharedStop.num_slots(self._run.local_world_size) + local_rank]
-
     def _overdue(self) -> list[int]:
-        signs = [Sign(self.stop.boundary_of(r), self._state_of(r) != State.DONE) for r in self._locals()]
+        signs = [Sign(self.stop.boundary_of(r), self.stop.state_of(r) != State.DONE) for r in self._locals()]
         elsewhere = self._hosts.done_since if self._hosts is not None else None
         return self._liveness.overdue(signs, time.monotonic(), done_elsewhere_since=elsewhere)
 
@@ -258,14 +251,14 @@ class Ranks:
             process = self._processes[r]
             if r in self._failures:
                 continue
-            rank = self._run.first_rank + r
+            rank = self._first_rank + r
             # The record has more detail than the exit code. Once the process has ended, the record is complete.
             ended = not process.is_alive()
             record = read_record(self._files.record_fds[r])
             if record is not None:
                 self._failures[r] = record
             elif r not in ended_by_us and ended:
-                if self._state_of(r) == State.DONE and process.exitcode == 0:
+                if self.stop.state_of(r) == State.DONE and process.exitcode == 0:
                     continue
                 by_watchdog = self._ended_by_watchdog(r)
                 timeout = by_watchdog and self._liveness.silent_s(r, time.monotonic()) > self._run.timeout_s / 2
@@ -287,7 +280,7 @@ class Ranks:
             return False
         # If a Python thread aborts, its stack is marked as the current thread's.
         stacks = self._stacks(ask=False, ranks=[local_rank])
-        return "Current thread" not in stacks.get(self._run.first_rank + local_rank, "")
+        return "Current thread" not in stacks.get(self._first_rank + local_rank, "")
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
@@ -297,31 +290,34 @@ class Ranks:
         hanging: list[int] = []
         elsewhere = self._hosts.failure() if self._hosts is not None else None
         self._report_first_failure()  # immediately, since the other hosts do not wait for long
-        timed_out = [r for r in self._locals() if self._state_of(r) == State.TIMED_OUT]
+        timed_out = [r for r in self._locals() if self.stop.state_of(r) == State.TIMED_OUT]
         if any(failure.timeout for failure in self._failures.values()):
             # The watchdogs of the waiting ranks will soon end the waiting ranks, too, but not the hanging rank.
             self._join(_UNWIND_S)
             timed_out += [r for r, failure in self._failures.items() if failure.timeout]
         if timed_out or overdue or (elsewhere and elsewhere.timeout):
             self._notice()
-            first = self._run.first_rank
             # Read the stacks before sending the signal, which may interrupt a system call. A rank that is about to
             # report does not hang.
-            reported = {first + r for r in self._locals() if r in self._failures or self._state_of(r) == State.FAILING}
+            reported = {
+                self._first_rank + r
+                for r in self._locals()
+                if r in self._failures or self.stop.state_of(r) == State.FAILING
+            }
             stacks = self._stacks()
-            boundaries = {first + r: self.stop.boundary_of(r) for r in self._locals()}
+            boundaries = {self._first_rank + r: self.stop.boundary_of(r) for r in self._locals()}
             hanging = hanging_ranks({r: stack for r, stack in stacks.items() if r not in reported}, boundaries)
         if overdue:
-            hanging = [self._run.first_rank + r for r in overdue]
+            hanging = [self._first_rank + r for r in overdue]
             late = Failure(rank=hanging[0], time_ns=time.monotonic_ns(), type=None, timeout=True)
             self._failures.setdefault(overdue[0], late)
         ended = self.end()
         self.cause = cause = self._first_failure(elsewhere)
-        if cause.type is None and not cause.timeout and cause.rank - self._run.first_rank in self._locals():
-            stacks = self._stacks(ask=False, ranks=[cause.rank - self._run.first_rank])
+        if cause.type is None and not cause.timeout and cause.rank - self._first_rank in self._locals():
+            stacks = self._stacks(ask=False, ranks=[cause.rank - self._first_rank])
         raise worker_failed_error(
             cause,
-            world_size=self._run.world_size,
+            world_size=self._run.first.world_size,
             ended=[r for r in ended if r != cause.rank],
             stacks=stacks,
             hanging=hanging if cause.timeout else [],
@@ -332,13 +328,13 @@ class Ranks:
     def _end_lingering(self, ranks: list[int]) -> None:
         """Kill processes that don't end although all work is done and the result has been written."""
         stacks = self._stacks(ranks=ranks)
-        still = [self._run.first_rank + r for r in ranks if self._processes[r].is_alive()]  # others have just ended
+        still = [self._first_rank + r for r in ranks if self._processes[r].is_alive()]  # others have just ended
         self.end()
         if not still:
             return
         text = "".join(f"\n\nPython stack of rank {rank}:\n{stacks[rank].rstrip()}" for rank in still)
         warn(
-            f"{len(still)} of {self._run.world_size} ranks did not exit within {self._run.timeout_s:g} s after "
+            f"{len(still)} of {self._run.first.world_size} ranks did not exit within {self._run.timeout_s:g} s after "
             "finishing all work, and had to be ended. The stacks below show what they waited for (usually a thread "
             f"that is not a daemon).{text}",
             RuntimeWarning,
@@ -374,7 +370,7 @@ class Ranks:
 
     def end(self) -> list[int]:
         """End all ranks, first by a request, then by signals; return the global ranks whose work was not finished."""
-        running = [self._run.first_rank + r for r in self._locals() if self._state_of(r) != State.DONE]
+        running = [self._first_rank + r for r in self._locals() if self.stop.state_of(r) != State.DONE]
         if not self._begun:
             for process in self._processes:
                 process.kill()  # the rank is waiting for work, so it has nothing to unwind
@@ -385,13 +381,13 @@ class Ranks:
             _kill_strays({mark for r, mark in enumerate(self._line_marks) if r not in alive})
         self._join(_UNWIND_S)
         deadline = time.monotonic() + _RESCUE_S
-        while any(self._state_of(r) == State.RESCUING for r in self._alive()) and time.monotonic() < deadline:
+        while any(self.stop.state_of(r) == State.RESCUING for r in self._alive()) and time.monotonic() < deadline:
             self._join(0.05)
         self._notice()
         signalled = frozenset(self._alive())
         for r in signalled:
             # Don't signal ranks whose work is over: their interpreter is about to end.
-            if self._state_of(r) not in (State.DONE, State.FAILED):
+            if self.stop.state_of(r) not in (State.DONE, State.FAILED):
                 self._signal(r, signal.SIGTERM)
         self._join(_TERMINATE_S)
         for r in self._alive():
@@ -424,7 +420,7 @@ class Ranks:
         tracebacks = {r: failure.traceback for r, failure in self._failures.items()}
         if ask and STACK_SIGNAL is not None:
             # A rank that is still starting has no handler yet: the signal would kill it.
-            requested = [r for r in ranks if self._processes[r].is_alive() and self._state_of(r) != State.STARTING]
+            requested = [r for r in ranks if self._processes[r].is_alive() and self.stop.state_of(r) != State.STARTING]
             for r in requested:
                 self._signal(r, STACK_SIGNAL)
             deadline = time.monotonic() + _DUMP_S
@@ -436,12 +432,12 @@ class Ranks:
             text = read_text(fds[r])[: 1 << 20].decode(errors="replace")
             text = tracebacks.get(r) or text
             if text:
-                stacks[self._run.first_rank + r] = text
+                stacks[self._first_rank + r] = text
             elif ask:
                 starting = (
-                    "it is still starting (the script's imports?); " if self._state_of(r) == State.STARTING else ""
+                    "it is still starting (the script's imports?); " if self.stop.state_of(r) == State.STARTING else ""
                 )
-                stacks[self._run.first_rank + r] = f"none: {starting}{_process_state(self._processes[r])}"
+                stacks[self._first_rank + r] = f"none: {starting}{_process_state(self._processes[r])}"
         return stacks
 
     def result(self) -> Any:
@@ -451,7 +447,7 @@ class Ranks:
     def rescued(self) -> Any:
         """Return the result that local rank 0 sent although its work has failed; ``None`` if it sent none."""
         file = ResultFile(self._files.result_fd)
-        return file.read() if self._state_of(0) == State.FAILED and file.is_complete() else None
+        return file.read() if self.stop.state_of(0) == State.FAILED and file.is_complete() else None
 
     def close(self) -> None:
         """End ranks that wait for more work, and release all processes' resources. No other rank may be alive."""

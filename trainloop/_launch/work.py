@@ -12,8 +12,9 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing import connection, reduction
+from typing import Any
 
 from trainloop._launch.output import Targets
 from trainloop._support.platform import set_affinity
@@ -35,12 +36,8 @@ _IN_FLIGHT_S = 60.0  # time for other ranks to receive descriptors: Linux limits
 class RunSpec:
     """The settings of a launch's ranks: the same in all their starts, and for all work that they get."""
 
-    first_rank: int
-    """Global rank of local rank 0."""
-    world_size: int
-    local_world_size: int
-    node_rank: int
-    num_nodes: int
+    first: Rank
+    """This node's local rank 0."""
     devices: tuple[str, ...]
     backend: str
     timeout_s: float
@@ -59,14 +56,7 @@ class RunSpec:
 
     def rank_of(self, local_rank: int) -> Rank:
         """Return the global and local rank of one of this node's ranks."""
-        return Rank(
-            rank=self.first_rank + local_rank,
-            world_size=self.world_size,
-            local_rank=local_rank,
-            local_world_size=self.local_world_size,
-            node_rank=self.node_rank,
-            num_nodes=self.num_nodes,
-        )
+        return replace(self.first, rank=self.first.rank + local_rank, local_rank=local_rank)
 
 
 @dataclass(frozen=True)
@@ -96,23 +86,15 @@ class StartFiles:
     def numbered(self, received: Mapping[int, int]) -> StartFiles:
         """Return the files with the numbers that the descriptors have in a rank; -1 if it did not receive one."""
 
-        def here(fd: int) -> int:
-            return received.get(fd, -1)
+        def here(value: Any) -> Any:
+            if isinstance(value, Scratch):
+                return value._replace(lock_fd=here(value.lock_fd))
+            return tuple(map(here, value)) if isinstance(value, tuple) else received.get(value, -1)
 
-        return replace(
-            self,
-            slots_fd=here(self.slots_fd),
-            store_fd=here(self.store_fd),
-            result_fd=here(self.result_fd),
-            output_fd=here(self.output_fd),
-            record_fds=tuple(map(here, self.record_fds)),
-            stack_fds=tuple(map(here, self.stack_fds)),
-            scratch=self.scratch._replace(lock_fd=here(self.scratch.lock_fd)),
-            caller_fd=here(self.caller_fd),
-        )
+        return StartFiles(*(here(getattr(self, one.name)) for one in fields(self)))
 
     def map_slots(self) -> mmap.mmap:
-        """Map the int64 slots: the stop agreement's slots, then the ranks' states."""
+        """Map the int64 slots of the stop agreement."""
         return mmap.mmap(self.slots_fd, 0)
 
 

@@ -138,7 +138,7 @@ def begin_server(modules: Sequence[str]) -> None:
             order["environment"] = {name: os.environ.get(name) for name in changed}
             # Under ``python -m pdb``, __main__ has no __spec__, which multiprocessing reads.
             added = {**changed, **_hash_seed(), SERVER_VARIABLE: json.dumps(order)}
-            with _variables_set(added), _main_not_imported_again():
+            with _variables_set(added), _importing_as_here():
                 forkserver.ensure_running()
     except OSError as error:  # ChildProcessError: this process is a fork of the one that owns the server
         raise NoServerError(f"the server can't be started ({error})") from error
@@ -230,7 +230,8 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
     with contextlib.ExitStack() as undo:
         # If Python started without one of these streams, its descriptor may be a file of the user.
         started_with = ((1, sys.__stdout__), (2, sys.__stderr__))
-        streams = tuple(fd if stream is not None and _is_open(fd) else _devnull(undo) for fd, stream in started_with)
+        fds = (fd if stream is not None and _is_open(fd) else _devnull(undo) for fd, stream in started_with)
+        streams = tuple(map(_SentDescriptor, fds))
         caller = _ProcessContext(environment, affinity(), sorted(held), fixed_state(environment), limits(), streams)
         reports = []
         try:
@@ -240,7 +241,7 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
                 reports.append(report)
                 with sender:
                     process = context.Process(target=_take_over, args=(caller, sender, target, arguments))
-                    with _process_lock, _main_not_imported_again(), _finding_modules_here():
+                    with _process_lock, _importing_as_here():
                         process.start()
                 processes.append(process)
             changed = {name for report in reports for name in report.recv()}
@@ -261,12 +262,11 @@ def spawned(calls: Sequence[Call], environment: Mapping[str, str] | None = None)
         resource_tracker.ensure_running()  # the tracker outlives these processes, so it must not get their environment
     processes: list[BaseProcess] = []
     blocked = signals_blocked(signal_numbers())  # a process unblocks them once it handles them
-    with _process_lock, _variables_set({**_hash_seed(), **(environment or {})}), blocked, _main_not_imported_again():
+    with _process_lock, _variables_set({**_hash_seed(), **(environment or {})}), blocked, _importing_as_here():
         try:
             for target, arguments in calls:
                 process = context.Process(target=target, args=arguments)
-                with _finding_modules_here():
-                    process.start()
+                process.start()
                 processes.append(process)
         except BaseException:
             _kill(processes)
@@ -279,22 +279,6 @@ def _kill(processes: Sequence[BaseProcess]) -> None:
         process.kill()
         process.join()
         process.close()
-
-
-@contextlib.contextmanager
-def _finding_modules_here() -> Iterator[None]:
-    """Let a new process import from the current folder, for which ``''`` stands in ``sys.path``.
-
-    ``multiprocessing`` replaces ``''`` by the folder in which the program has started, such as before a notebook's %cd.
-    """
-    at = sys.path.index("") if "" in sys.path else None
-    if at is not None:
-        sys.path.insert(at, absolute_path()[at])
-    try:
-        yield
-    finally:
-        if at is not None:
-            del sys.path[at]
 
 
 def absolute_path() -> list[str]:
@@ -341,20 +325,26 @@ def _variables_set(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _main_not_imported_again() -> Iterator[None]:
-    """Keep processes started in this context from running the main module again.
+def _importing_as_here() -> Iterator[None]:
+    """Let processes started in this context import from the current folder, and not run the main module again.
 
     ``multiprocessing`` sends them the module's name or path, for pickles that refer to its classes by name. This
-    package sends classes by value, which works even without a path, as in notebooks and on standard input.
+    package sends classes by value, which works even without a path, as in notebooks and on standard input. For ``''``
+    in ``sys.path``, it sends the folder in which the program has started, such as before a notebook's %cd.
     """
     main = sys.modules["__main__"]
     missing = object()
     before = {name: main.__dict__.get(name, missing) for name in ("__file__", "__spec__")}
     main.__dict__["__spec__"] = None
     main.__dict__.pop("__file__", None)
+    at = sys.path.index("") if "" in sys.path else None
+    if at is not None:
+        sys.path.insert(at, absolute_path()[at])
     try:
         yield
     finally:
+        if at is not None:
+            del sys.path[at]
         for name, value in before.items():
             if value is missing:
                 main.__dict__.pop(name, None)
@@ -422,6 +412,19 @@ def _link(path: str) -> str:
 # --------------------------------------------------------------------------------------------------------------------
 
 
+class _SentDescriptor(int):
+    """A descriptor that the receiving process gets as one of its own."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if sys.platform == "win32":
+            raise NoServerError(_LINUX_ONLY)
+        return _detached, (reduction.DupFd(self),)
+
+
+def _detached(descriptor: Any) -> Any:
+    return descriptor.detach()
+
+
 @dataclass(frozen=True)
 class _ProcessContext:
     """The caller's state that a forked process applies; ``multiprocessing`` itself sends folder and ``sys.path``."""
@@ -434,12 +437,6 @@ class _ProcessContext:
     limits: dict[int, tuple[int, int]]
     streams: tuple[int, ...]
     """Descriptors of standard output and standard error."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        fields = (self.environment, self.cpus, self.signal_mask, self.fixed, self.limits)
-        if sys.platform == "win32":
-            raise NoServerError(_LINUX_ONLY)
-        return _rebuilt_context, (*fields, [reduction.DupFd(fd) for fd in self.streams])
 
     def changed(self, started_with: Mapping[str, str] | None) -> set[str]:
         """Return the names of the caller's settings that this process cannot have."""
@@ -472,17 +469,6 @@ class _ProcessContext:
                 resource.setrlimit(limit, values)
         set_blocked_signals(self.signal_mask)
         importlib.invalidate_caches()
-
-
-def _rebuilt_context(
-    environment: dict[str, str],
-    cpus: list[int],
-    signal_mask: list[int],
-    fixed: dict[str, Any],
-    limits: dict[int, tuple[int, int]],
-    streams: list[Any],
-) -> _ProcessContext:
-    return _ProcessContext(environment, cpus, signal_mask, fixed, limits, tuple(fd.detach() for fd in streams))
 
 
 def _take_over(

@@ -112,34 +112,34 @@ def set_affinity(cpus: Iterable[int], thread: int = 0) -> None:
 
 def blocked_signals() -> list[int]:
     """Return the signals that this thread blocks; empty on Windows."""
-    if sys.platform == "win32":
-        return []
-    return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+    return sorted(map(int, _changed_mask("SIG_BLOCK", [])))
 
 
 def set_blocked_signals(numbers: Iterable[int]) -> None:
     """Set the signals that this thread blocks; does nothing on Windows."""
-    if sys.platform != "win32":
-        signal.pthread_sigmask(signal.SIG_SETMASK, numbers)
+    _changed_mask("SIG_SETMASK", numbers)
 
 
 def unblock_signals(numbers: Iterable[int]) -> None:
     """Unblock signals for this thread; does nothing on Windows."""
-    if sys.platform != "win32":
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    _changed_mask("SIG_UNBLOCK", numbers)
 
 
 @contextlib.contextmanager
 def signals_blocked(numbers: Iterable[int]) -> Iterator[None]:
     """Block signals in the context, and in processes started there; does nothing on Windows."""
-    if sys.platform == "win32":
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    before = _changed_mask("SIG_BLOCK", numbers)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        _changed_mask("SIG_SETMASK", before)
+
+
+def _changed_mask(how: str, numbers: Iterable[int]) -> set[int]:
+    """Change the signals that this thread blocks, and return those that it blocked before; empty on Windows."""
+    if sys.platform == "win32":
+        return set()
+    return signal.pthread_sigmask(getattr(signal, how), numbers)
 
 
 # -- files and the network ---------------------------------------------------------------------------------------------

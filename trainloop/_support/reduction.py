@@ -16,7 +16,7 @@ import functools
 import operator
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -64,11 +64,8 @@ def sum_rule(model: Any, criterion: Any) -> SumRule | None:
     declared = getattr(model, "loss_reduction", None)
     if declared is not None:
         return SumRule(certain=True) if declared == "sum" else None
-    return SumRule(certain=False) if _reductions(criterion) == {"sum"} else None
-
-
-def _reductions(criterion: Any) -> set[str]:
-    return {reduction for _, reduction in declared_reductions(criterion)}
+    of_criterion = {reduction for _, reduction in declared_reductions(criterion)}
+    return SumRule(certain=False) if of_criterion == {"sum"} else None
 
 
 def declared_reductions(criterion: Any) -> Iterator[tuple[Any, str]]:
@@ -128,18 +125,25 @@ def _is_divided(loss: Tensor) -> bool:
 
     Division by a learned value (weighting by uncertainty) does not count.
     """
-    nodes: list[Any] = [loss.grad_fn]
-    seen = set()
+    return any(
+        node.name().startswith("DivBackward")
+        and _is_of_scalar(node)
+        and node.next_functions[1][0] is None  # the operands: dividend and divisor
+        for node in graph_nodes([loss], _is_of_scalar)
+    )
+
+
+def graph_nodes(tensors: Iterable[Tensor], enters: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
+    """Yield each node of the autograd graphs of tensors once; those before a node only if ``enters(node)`` is true."""
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen = {None}
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen or not _is_of_scalar(node):
-            continue
-        seen.add(node)
-        # the operands: dividend and divisor
-        if node.name().startswith("DivBackward") and node.next_functions[1][0] is None:
-            return True
-        nodes += [before for before, _ in node.next_functions]
-    return False
+        if node not in seen:
+            seen.add(node)
+            yield node
+            if enters(node):
+                nodes += [before for before, _ in node.next_functions]
 
 
 def adds_samples(loss: Tensor) -> bool:
@@ -152,22 +156,18 @@ def adds_samples(loss: Tensor) -> bool:
     >>> adds_samples(total + x.sum()), adds_samples(total / 3), adds_samples(total + functional.mse_loss(x, x))
     (True, False, False)
     """
-    nodes: list[Any] = [loss.grad_fn]
-    seen, found = set(), set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name().startswith(("AddBackward", "SubBackward", "NegBackward")) or _keeps_a_sum(node):
-            nodes += [before for before, _ in node.next_functions]
-        else:
-            found.add(_MEAN if node.name().startswith("MeanBackward") else getattr(node, "_saved_reduction", None))
+    found = {
+        _MEAN if node.name().startswith("MeanBackward") else getattr(node, "_saved_reduction", None)
+        for node in graph_nodes([loss], _keeps_a_sum)
+        if not _keeps_a_sum(node)
+    }
     return _SUM in found and _MEAN not in found
 
 
 def _keeps_a_sum(node: Any) -> bool:
-    """Return True for a product with a number; a small number, such as ``1 / len(x)``, makes a mean of a sum."""
+    """Return True for sums, and for products with a number; a small one, as ``1 / len(x)``, makes a mean of a sum."""
+    if node.name().startswith(("AddBackward", "SubBackward", "NegBackward")):
+        return True
     other: Any = getattr(node, "_saved_other", None) if node.name().startswith("MulBackward") else None
     if type(other) not in (Tensor, nn.Parameter) or not other.is_cpu or other.numel() != 1:
         return False
@@ -342,7 +342,8 @@ def has_class_criteria(*roots: Any) -> bool:
 
 
 def _class_modules(*roots: Any) -> Iterator[nn.Module]:
-    for module in (module for root in roots for module in _modules(root)):
+    entries = [entry for root in roots for entry in _entries_of(root) or [root]]
+    for module in (module for entry in entries if isinstance(entry, nn.Module) for module in entry.modules()):
         # A subclass that overrides forward may divide by anything.
         is_known = getattr(type(module), "forward", None) in _FORWARDS
         if is_known and getattr(module, "reduction", None) == "mean":
@@ -460,10 +461,3 @@ def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]
             found.append(FunctionCall(None, True, False))
     finally:
         _found.reset(token)
-
-
-def _modules(root: Any) -> Iterable[nn.Module]:
-    if isinstance(root, nn.Module):
-        return root.modules()
-    parts = root.values() if isinstance(root, Mapping) else root if isinstance(root, (list, tuple)) else ()
-    return (module for part in parts for module in _modules(part))

@@ -78,7 +78,11 @@ class States(NamedTuple):
 
     def captured(self) -> dict[str, Any]:
         """Return the states in the form of :func:`capture`."""
-        state = _plain_states(self.python, self.numpy, self.torch)
+        state: dict[str, Any] = {"python": None, "numpy": None, "torch": self.torch}
+        if self.python is not None:
+            version, internal, gauss = self.python
+            state["python"] = [version, torch.tensor(internal, dtype=torch.int64, device="cpu"), gauss]
+            state["numpy"] = _plain_numpy(self.numpy)
         if self.cuda is not None:
             state["cuda"], state["cuda_device"] = self.cuda, self.cuda_device
         if self.mps is not None:
@@ -176,15 +180,16 @@ class Snapshots:
         self._slow: list[Any] = []  # Python's and numpy's states, as last read
         self._unchanged = 0  # forwards since these states were last found changed
 
-    def take(self) -> tuple[Any, ...]:
+    def take(self) -> States:
         """Return the current states. Nothing waits for a GPU: its generator has seed and offset on the host."""
         self._unchanged += 1
         if not self._forwards_unread():
             slow = _slow_states()
             if not _same(slow, self._slow):
                 self._unchanged, self._slow = 0, slow
-        device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        return *self._slow, torch.get_rng_state(), device
+        python, of_numpy = self._slow
+        device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else None
+        return States(python, of_numpy, torch.get_rng_state(), device)
 
     def unread(self) -> int:
         """Return how many forwards ago Python's and numpy's states were read; 0 if the states are still the same."""
@@ -196,26 +201,6 @@ class Snapshots:
 
 def _slow_states() -> list[Any]:
     return [random.getstate(), np.random.get_state(legacy=False)]
-
-
-def as_captured(states: tuple[Any, ...]) -> dict[str, Any]:
-    """Convert the result of :meth:`Snapshots.take` into the form of :func:`capture`."""
-    *of_cpu, device = states
-    captured = _plain_states(*of_cpu)
-    if device is not None:
-        captured |= {"cuda": [device], "cuda_device": 0}
-    return captured
-
-
-def _plain_states(python: tuple[Any, ...] | None, of_numpy: Any, of_torch: torch.Tensor) -> dict[str, Any]:
-    if python is None:
-        return {"python": None, "numpy": None, "torch": of_torch}
-    version, internal, gauss = python
-    return {
-        "python": [version, torch.tensor(internal, dtype=torch.int64, device="cpu"), gauss],
-        "numpy": _plain_numpy(of_numpy),
-        "torch": of_torch,
-    }
 
 
 def _plain_numpy(state: Any) -> dict[str, Any]:

@@ -121,6 +121,14 @@ class _Handlers:
             self._users[number] = current
             signal.signal(number, self.on_interrupt if number == signal.SIGINT else self.on_request)
 
+    def install_in_rank(self) -> None:
+        """Handle Ctrl-C like other signals; :meth:`restore` makes signals do nothing."""
+        for number in signal_numbers():
+            # nohup makes the launching process ignore SIGHUP, too. That process ends its ranks by SIGTERM.
+            if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGTERM:
+                self._users[number] = _nothing
+                signal.signal(number, self.on_request)
+
     def handles(self, number: int) -> bool:
         return number in self._users
 
@@ -248,14 +256,14 @@ def signals(
         :meth:`ReceivedSignals.raise_if_any` afterwards.
     """
     global _outermost, _mark
-    # A rank has had its handlers since its start.
-    if threading.current_thread() is not threading.main_thread() or (stop is not None and _handled_for(stop)):
-        yield ReceivedSignals(at_once)
-        return
     handlers = _handlers_here()
     if handlers is not None:
         with handlers.also(stop, ended, end):
             yield handlers.received
+        return
+    # A rank has had its handlers since its start.
+    if threading.current_thread() is not threading.main_thread() or (stop is not None and _handled_for(stop)):
+        yield ReceivedSignals(at_once)
         return
     handlers, before = _Handlers(at_once), (_outermost, _mark)
     try:
@@ -301,35 +309,20 @@ def rank_signals(stop: StopAgreement, *, ended: Callable[[], bool], end: type[Ba
     when the process only has to end, signals do nothing.
     """
     global _mark
-    pid = os.getpid()
-    mark = _mark = _Mark()
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != pid:
-            _in_worker(number, frame)
-            return
-        if number == signal.SIGTERM and ended():
-            if sys.exc_info()[0] is None:
-                raise end
-        else:
-            mark.set_received()
-            stop.request(REASON_OF_SIGNAL[signal.Signals(number).name])
-
-    on_signal.__dict__["stop"] = stop
-    # nohup makes the launching process ignore SIGHUP, too. That process ends its ranks by SIGTERM.
-    ignored = [n for n in signal_numbers() if signal.getsignal(n) is signal.SIG_IGN and n != signal.SIGTERM]
-    for number in set(signal_numbers()).difference(ignored):
-        signal.signal(number, on_signal)
-    # Signals have been blocked since the start of this process: a Ctrl-C in an import would have caused a traceback.
-    unblock_signals(signal_numbers())
-    try:
-        yield
-    finally:
-        # The work is done or has failed: a signal to the group must not change its outcome or cause a traceback.
-        for number in set(signal_numbers()).difference(ignored):
-            signal.signal(number, _nothing)
-        mark.set_over()
-        _mark = None
+    handlers = _Handlers(at_once=False)
+    _mark = handlers.mark
+    with handlers.also(stop, ended, end):
+        handlers.install_in_rank()
+        # Signals have been blocked since the start of this process: a Ctrl-C in an import would have caused a
+        # traceback.
+        unblock_signals(signal_numbers())
+        try:
+            yield
+        finally:
+            # The work is done or has failed: a signal to the group must not change its outcome or cause a traceback.
+            handlers.restore()
+            handlers.mark.set_over()
+            _mark = None
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
@@ -337,8 +330,8 @@ def _nothing(number: int, frame: FrameType | None) -> None:
 
 
 def _handled_for(stop: StopAgreement) -> bool:
-    """Return True if this rank's signals have been requests to ``stop`` since its start."""
-    return getattr(signal.getsignal(signal.SIGTERM), "stop", None) is stop
+    """Return True if this process's signals are requests to ``stop`` already."""
+    return stop in getattr(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), "stops", ())
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -64,13 +64,18 @@ class LocalStop:
         self._reasons &= ~reason
 
 
+class State:
+    """The state of a rank, in one int64 of shared memory, which only the rank writes."""
+
+    STARTING, RUNNING, DONE, FAILING, FAILED, TIMED_OUT, RESCUING = range(7)
+
+
 class SharedStop:
     """The agreement for ranks of one node, through a few int64 slots of shared memory.
 
     The bytes of the first slot are the requested reasons. The second slot is the abort flag. Then each rank has a slot
     for its latest vote. Each slot or byte can change to one value only, or has one writer, and is written atomically,
-    so that no locks are needed.
-    A last slot per rank is 1 once the rank is done.
+    so that no locks are needed. The last slots are the :class:`State` of each rank.
     A boundary without a request costs one read and one write.
 
     Parameters
@@ -103,7 +108,7 @@ class SharedStop:
         self._rank = rank
         self._others = [r for r in range(world_size) if r != rank]
         self._slot = self._VOTES + rank
-        self._done = self._VOTES + world_size
+        self._states = self._VOTES + world_size
         self._timeout_s = timeout_s
         self._boundary = 0
 
@@ -150,12 +155,16 @@ class SharedStop:
     def failed(self) -> bool:
         """True if the run has been marked as failed, or a rank's process (``pids``) has ended before it was done."""
         return self.aborted or any(
-            not self._slots[self._done + rank] and not process_exists(pid) for rank, pid in enumerate(self._pids or ())
+            self.state_of(rank) != State.DONE and not process_exists(pid) for rank, pid in enumerate(self._pids or ())
         )
 
-    def finish(self) -> None:
-        """Mark this rank as done; it reaches no other boundary, and its process may end."""
-        self._slots[self._done + self._rank] = 1  # others may still have to read this rank's vote
+    def set_state(self, state: int) -> None:
+        """Set this rank's :class:`State`; a rank that is done reaches no other boundary, and its process may end."""
+        self._slots[self._states + self._rank] = state
+
+    def state_of(self, rank: int) -> int:
+        """Return a rank's :class:`State`."""
+        return self._slots[self._states + rank]
 
     def boundary_of(self, rank: int) -> int:
         """Return the number of boundaries that a rank has reached: a sign of life that costs the rank nothing."""

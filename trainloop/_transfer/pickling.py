@@ -187,7 +187,7 @@ class Pickler(cloudpickle.Pickler):
 
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type == "meta":
-            return _meta_storage, (storage.nbytes(),)
+            return functools.partial(torch.UntypedStorage, device="meta"), (storage.nbytes(),)
         on_cpu = storage.device.type == "cpu"
         if self.keeps_shared and on_cpu and storage.is_shared() and getattr(storage, "filename", None) is None:
             # The user shares it between processes (for example an epoch counter for workers).
@@ -429,10 +429,6 @@ def _own_shared_storage(rebuild: Callable[..., Any], args: tuple[Any, ...]) -> t
     descriptor = types.SimpleNamespace(detach=lambda: own)
     storage: torch.UntypedStorage = rebuild_storage_fd(torch.UntypedStorage, descriptor, data.nbytes)
     return storage
-
-
-def _meta_storage(nbytes: int) -> torch.UntypedStorage:
-    return torch.UntypedStorage(nbytes, device="meta")
 
 
 def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:

@@ -136,13 +136,9 @@ def compile_context_of(function: types.FunctionType) -> Any:
     return None
 
 
-def _apply(context: Any, compiled: Any) -> Any:
-    return context(compiled)
-
-
 def reduce_compiled_function(function: types.FunctionType, context: Any) -> Any:
     """Pickle the original function and its compile options; the reader compiles it again."""
-    return _apply, (context, function._torchdynamo_orig_callable)  # type: ignore[attr-defined]
+    return context, (function._torchdynamo_orig_callable,)  # type: ignore[attr-defined]
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

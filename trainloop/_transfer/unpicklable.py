@@ -13,7 +13,7 @@ import cloudpickle
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainloop._transfer.pickling import Pickler
+from trainloop._transfer.pickling import Pickler, contents_of_cell
 from trainloop._transfer.torch_objects import optimizer_state
 
 _MOST_FOUND = 5
@@ -183,10 +183,7 @@ def _short(key: object) -> str:
 
 def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield f".<closure {name}>", cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
+        yield from ((f".<closure {name}>", value) for value in contents_of_cell(cell))
     for i, value in enumerate(function.__defaults__ or ()):
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         yield f".<default {names[i - len(function.__defaults__ or ())]}>", value

@@ -135,14 +135,9 @@ def gather_object(obj: T) -> list[T]:
     A call takes one exchange for objects of up to 1 KiB, otherwise two. Every rank needs memory for the encoded objects
     of all ranks, each padded to the length of the longest one.
     """
-    if not reaches_others("gather_object"):
-        return [obj]
-    session, me = session_here(), dist.get_rank()
-    gathered = _gather_bytes("gather_object", *encoded(obj, session))
-    return [
-        obj if rank == me and message.form != Form.REFUSED else decoded(message, body, session)
-        for rank, (message, body) in enumerate(gathered)
-    ]
+    gathered = _gather_objects("gather_object", obj)
+    assert gathered is not None
+    return gathered
 
 
 def broadcast_object(obj: T, src: int = 0) -> T:
@@ -216,16 +211,21 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
     world_size = get_world_size()
     if not 0 <= dst < world_size:
         raise ConfigurationError(f"gather_to: dst={dst!r}: must be a rank from 0 to {world_size - 1}.")
-    if not reaches_others("gather_to"):
+    return _gather_objects("gather_to", obj, dst)
+
+
+def _gather_objects(call: str, obj: T, dst: int | None = None) -> list[T] | None:
+    """Return every rank's object, on every rank or, with ``dst``, only on that rank."""
+    if not reaches_others(call):
         return [obj]
-    session = session_here()
-    gathered = _gather_bytes("gather_to", *encoded(obj, session), dst)
+    session, me = session_here(), dist.get_rank()
+    gathered = _gather_bytes(call, *encoded(obj, session), dst)
     for message, body in gathered:
         if message.form == Form.REFUSED:  # an error of any rank is raised on all ranks
             decoded(message, body, session)
-    if dist.get_rank() != dst:
+    if dst not in (None, me):
         return None
-    return [obj if rank == dst else decoded(*entry, session) for rank, entry in enumerate(gathered)]
+    return [obj if rank == me else decoded(*entry, session) for rank, entry in enumerate(gathered)]
 
 
 def exchange_ints(values: Sequence[int], purpose: str = "exchange_ints") -> list[list[int]]:

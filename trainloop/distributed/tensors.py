@@ -71,17 +71,6 @@ def _as_tensor(value: Any, path: str) -> Tensor:
     )
 
 
-def _leaves(value: Any) -> list[tuple[str, Tensor]]:
-    found: list[tuple[str, Tensor]] = []
-    _map_leaves(value, lambda item, path: found.append((path, _as_tensor(item, path))))
-    return found
-
-
-def _rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
-    """Return ``value`` with its leaves replaced by the given items, in the order of :func:`_leaves`."""
-    return _map_leaves(value, lambda _item, _path: next(tensors))
-
-
 class _Agreed(NamedTuple):
     """Description of one leaf that all ranks have agreed on."""
 
@@ -175,7 +164,8 @@ _borrowed: ContextVar[bool] = ContextVar("borrowed", default=False)
 _noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
 
 
-def _own_leaves(value: Any, call: str) -> list[tuple[str, Tensor]]:
+def _own_tensors(value: Any, call: str) -> dict[str, Tensor]:
+    """Return the leaves of this rank's value as tensors without a gradient, by path."""
     if (noted := _noted.get()) is not None:
         noted.append(call)
     if _replica.get():
@@ -189,11 +179,12 @@ def _own_leaves(value: Any, call: str) -> list[tuple[str, Tensor]]:
             f"{call} in get_loss: this rank has no samples in the epoch's last batch, and in fsdp it repeats another "
             "rank's samples, which would count twice. Pass drop_last=True to the loader, or another batch_size."
         )
+    found: dict[str, Tensor] = {}
     try:
-        return _leaves(value)
+        _map_leaves(value, lambda item, path: found.update({path: _as_tensor(item, path)}))
     except TypeError as e:
         _everyone(str(e), call)  # raises, here and on the other ranks
-        raise  # pragma: no cover
+    return found
 
 
 def all_gather(value: Any, *, concat: bool = False) -> Any:
@@ -244,17 +235,16 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
     torch.Size([3, 2])
     """
     call = "all_gather(concat=True)" if concat else "all_gather"
-    leaves = _own_leaves(value, call)
+    tensors = _own_tensors(value, call)
     if concat:
-        leaves = [(path, t.reshape(1) if t.ndim == 0 else t) for path, t in leaves]
-    tensors = dict(leaves)
+        tensors = {path: t.reshape(1) if t.ndim == 0 else t for path, t in tensors.items()}
     sources = _with_gradient(value)
     gathered: dict[str, Tensor] = {}
     if not reaches_others("all_gather"):
         for path, own in tensors.items():
             source = sources[path].reshape(own.shape) if path in sources else own
             gathered[path] = source.clone() if concat else source.clone().unsqueeze(0)
-        return _rebuilt(value, iter([gathered[path] for path, _ in leaves]))
+        return _map_leaves(value, lambda _item, path: gathered[path])
     rank = dist.get_rank()
     agreed = _agreed_exchanges(call, tensors, sources, rows_may_differ=concat)
     for path, (dtype, direct, shapes) in agreed.items():
@@ -264,7 +254,7 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
             rows = [shape[0] if concat else 1 for shape in shapes]
             where = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
             gathered[path] = _Flow.apply(sources[path], [gathered[path]], where, direct)
-    return _rebuilt(value, iter([gathered[path] for path, _ in leaves]))
+    return _map_leaves(value, lambda _item, path: gathered[path])
 
 
 def _exchanged(own: Tensor, shapes: list[tuple[int, ...]], direct: bool) -> list[Tensor]:
@@ -354,12 +344,11 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
     if reduce not in _OPS:
         raise ConfigurationError(f"reduce={reduce!r}: must be 'mean', 'sum', 'min' or 'max'.")
     call = f"all_reduce('{reduce}')"
-    leaves = _own_leaves(value, call)
-    tensors = dict(leaves)
+    tensors = _own_tensors(value, call)
     if reaches_others("all_reduce"):
         agreed = _agreed_exchanges(call, tensors)
     else:
-        agreed = {path: _Agreed(t.dtype, False, [tuple(t.shape)]) for path, t in leaves}
+        agreed = {path: _Agreed(t.dtype, False, [tuple(t.shape)]) for path, t in tensors.items()}
     for path, (dtype, *_) in agreed.items():
         if dtype.is_complex and reduce in ("min", "max"):
             raise TypeError(f"{call}: value{path} is complex, and complex numbers have no order.")
@@ -370,10 +359,8 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
         if has_group():
             reduce_in_place(total, reduce, None if direct else cpu_group())
         reduced[path] = total / get_world_size() if reduce == "mean" else total
-    paths_in_order = iter([path for path, _ in leaves])
 
-    def like(item: Any, _path: str) -> Any:
-        path = next(paths_in_order)
+    def like(item: Any, path: str) -> Any:
         result, dtype = reduced[path], _result_dtype(agreed[path].dtype, reduce)
         if isinstance(item, (bool, int, float, complex)):
             # Read it in the sum's dtype: converting it to the default dtype would round it.

@@ -18,6 +18,7 @@ from trainloop import checkpoint
 from trainloop._launch.script.settings import numeric_settings, write_settings
 from trainloop._support import rng
 from trainloop._support.carried import places_of
+from trainloop._support.reduction import graph_nodes
 from trainloop._support.stopping import LocalStop
 from trainloop._support.user_line import warn
 from trainloop.callbacks.watch.failure_recorder import named_losses, not_finite, recorded_modules
@@ -369,14 +370,8 @@ def _finding_origin(run: Training, result: Replay) -> Iterator[None]:
     def before_backward(loss: Any) -> Any:
         if result.module is None and not_finite({"": loss}):
             result.module = "get_loss, outside of all modules"
-        nodes, seen = [loss.grad_fn], set()
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in graph_nodes([loss]):
             node.register_hook(lambda made, given, node=node: after_backward(node, made, given))
-            nodes += [before for before, _ in node.next_functions]
         return scale(loss)
 
     def after_backward(node: Any, made: Any, given: Any) -> None:

@@ -184,7 +184,7 @@ def test_snapshots_notice_each_draw_of_a_program_that_draws_often() -> None:
     for draw in (*draws, lambda: torch.rand(1)):
         draw()
         before = rng.capture(devices=False)
-        assert plain(rng.as_captured(snapshots.take())) == plain(before)
+        assert plain(snapshots.take().captured()) == plain(before)
         assert snapshots.unread() == 0
 
 
@@ -203,4 +203,4 @@ def test_generators_that_stand_still_are_read_now_and_then(monkeypatch: pytest.M
     assert snapshots.unread() == 0
     np.random.rand()
     snapshots.take()  # since the last one changed, each is read again
-    assert plain(rng.as_captured(snapshots.take())) == plain(rng.capture(devices=False))
+    assert plain(snapshots.take().captured()) == plain(rng.capture(devices=False))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
+import sys
+import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +85,27 @@ def test_the_first_line_that_is_not_shown_is_reported_once(
     assert len(said) == 1
     assert said[0].startswith("This rank printed a line that is not shown ('x = 2')")
     assert "TRAINLOOP_ALL_RANKS_OUTPUT=1" in said[0]
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_rank_whose_stderr_is_full_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "stderr", Full())
+    # As outside of pytest, the warning about the stream is written to this very stream.
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *args, **kwargs: print(message, file=sys.stderr))
+    monkeypatch.setattr(warnings, "filters", [("default", None, Warning, None, 0)])
+
+    def write() -> None:
+        with rank_streams(Rank(rank=1, world_size=2), None, Targets(), Report(str(tmp_path / "claims"))):
+            print("a line", file=sys.stderr)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("where", ["stream", "caller"])

@@ -13,7 +13,7 @@ from trainloop._launch import rank_process
 from trainloop._launch.liveness import Liveness, Sign
 from trainloop._launch.rank_process import RankTerminated
 from trainloop._support.signals import ends_by_sigterm, signals
-from trainloop._support.stopping import TERMINATE, LocalStop, SharedStop
+from trainloop._support.stopping import TERMINATE, LocalStop, SharedStop, State
 
 
 def test_the_handler_is_to_run_before_the_collective_that_is_aborted_returns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_a_rank_that_has_gone_before_it_was_done_has_failed() -> None:
     other.request(TERMINATE)
     own._slots[own._slot] = 1 << 8 | TERMINATE
     assert other.reached() == TERMINATE
-    other.finish()
+    other.set_state(State.DONE)
     assert not own.failed
     assert own.reached() == TERMINATE  # its vote is still there
     other.abort()

@@ -28,19 +28,15 @@ def rank_dependent(module: str) -> frozenset[str]:
             sources[name] = source
             waiting += source.imported & sys.modules.keys()
     found: dict[str, set[str]] = {name: set() for name in sources}
-    changed = True
-    while changed:  # modules may import each other
-        changed = False
+    before, number = -1, 0
+    while number > before:  # modules may import each other, and a statement may use names that a later one binds
         for name, source in reversed(sources.items()):
-            names, before = found[name], len(found[name])
+            names = found[name]
             names.update(*(found[other] for other in source.imported & sources.keys()))
-            while True:
-                derived = [paths for paths, words in source.units if words & names or words & _RANKS_NAMES]
-                more = set().union(*derived) - names
-                if not more:
-                    break
-                names |= more
-            changed = changed or len(names) > before
+            for paths, words in source.units:
+                if words & names or words & _RANKS_NAMES:
+                    names |= paths
+        before, number = number, sum(map(len, found.values()))
     return frozenset(found.get(module, ()))
 
 

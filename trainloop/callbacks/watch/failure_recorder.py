@@ -130,7 +130,7 @@ class FailureRecorder(AbstractCallback):
     def _forget_step(self) -> None:
         self._step: Any = None  # the step that the attributes below describe
         self._random = rng.Snapshots()
-        self._states: list[Any] = []  # random states before each forward
+        self._states: list[rng.States] = []  # random states before each forward
         self._ended = 0  # number of backward passes that have ended
         self._losses: dict[str, Tensor] = {}
         self._batches: list[Any] = []
@@ -405,7 +405,7 @@ class FailureRecorder(AbstractCallback):
             "total": step.total,
             "ragged": step.counts is not None,
             "batch_changed": any(tensor._version != version for tensor, version in self._versions),
-            "random": [rng.as_captured(state) for state in self._states],
+            "random": [state.captured() for state in self._states],
             "random_unread": self._random.unread(),
             "parameters": parameters,
             "buffers": {**buffers, **{path: copy for path, copy in copies.items() if path in buffers}},

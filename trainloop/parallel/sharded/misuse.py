@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainloop._support.nested import tensors_of
+from trainloop._support.reduction import graph_nodes
 from trainloop._support.user_line import warn
 from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError, TrainLoopError
@@ -256,18 +257,11 @@ def refuse_shards_in_functions(output: Any, names: Mapping[int, str]) -> None:
     names : mapping from int to str
         Names of sharded parameters, by their ids.
     """
-    nodes: list[Any] = [tensor.grad_fn for tensor in tensors_of(output)]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        before = [one for one, _ in node.next_functions]
-        nodes += before
+    for node in graph_nodes(tensors_of(output)):
         function = getattr(type(node), "_forward_cls", None)  # of functions in Python
         if function is None or function.__module__.partition(".")[0] == "torch":
             continue
+        before = [one for one, _ in node.next_functions]
         name = next((names[id(own)] for one in before if id(own := getattr(one, "variable", None)) in names), None)
         if name is not None:
             raise ConfigurationError(
