@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.torch_version import TorchVersion
 
 
@@ -381,6 +382,8 @@ class _FunctionalLosses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _innermost_mode:
+            return self if len(args[1]) == 1 else None  # with more calls, another mode has passed the call on
         result = func(*args, **kwargs)
         if not _TRACES_ATTRIBUTES and torch.is_grad_enabled() and torch.compiler.is_compiling():
             return result
@@ -406,6 +409,58 @@ class _FunctionalLosses(TorchFunctionMode):
             self.seen_by_compiler = True  # it would compile again whenever the list has another length
         else:
             self._found.append(FunctionCall(threading.current_thread(), needs_mode, uneven))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return True for the result of ``torch.compile``, and for a module that was compiled in place."""
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
+_FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+"""Modules which, in evaluation mode, compute other values at masked positions if any mode is active."""
+_left: ContextVar[tuple[_FunctionalLosses, nn.Module] | None] = ContextVar("_left", default=None)
+_ANY_TENSOR = torch.empty(0, device="cpu")
+
+
+def _innermost_mode(tensor: Tensor, calls: list[None]) -> _FunctionalLosses | None:
+    """Return this thread's innermost mode if it is one of :class:`_FunctionalLosses`."""
+    calls.append(None)
+    if has_torch_function((tensor,)):
+        return handle_torch_function(_innermost_mode, (tensor,), tensor, calls)
+    return None
+
+
+def _leave_mode(module: nn.Module, args: Any) -> None:
+    if isinstance(module, _FAST_IN_EVAL) and not module.training:
+        mode = _innermost_mode(_ANY_TENSOR, [])
+        if mode is not None:
+            mode.__exit__(None, None, None)
+            _left.set((mode, module))
+
+
+def _return_to_mode(module: nn.Module, args: Any, output: Any) -> None:
+    left = _left.get()
+    if left is not None and left[1] is module:
+        _left.set(None)
+        left[0].__enter__()
+
+
+@contextmanager
+def _outside_of_fast_modules(model: nn.Module | None) -> Iterator[None]:
+    """Leave the mode while a module computes that would compute other values in any mode; not in compiled models.
+
+    Hooks of the modules themselves would have the same effect as a mode, so these are hooks of all modules.
+    """
+    modules = [] if model is None else list(model.modules())
+    fast = any(isinstance(module, _FAST_IN_EVAL) and not module.training for module in modules)
+    if not fast or any(map(is_compiled, modules)):  # with such hooks, torch compiles again, and warns
+        yield
+        return
+    with (
+        register_module_forward_pre_hook(_leave_mode),
+        register_module_forward_hook(_return_to_mode, always_call=True),
+    ):
+        yield
 
 
 _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
@@ -434,7 +489,7 @@ _found: ContextVar[list[FunctionCall] | None] = ContextVar("_found", default=Non
 
 
 @contextmanager
-def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]:
+def functional_losses(found: list[FunctionCall] | None = None, model: nn.Module | None = None) -> Iterator[None]:
     """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss`` whose graphs don't contain them.
 
     This costs a microsecond for each torch call. So an evaluation uses it for the first batch, and for later batches
@@ -447,6 +502,8 @@ def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]
     found : list of FunctionCall, optional
         List that receives an entry for each such call. Default: the list of the surrounding context, which threads
         inherit by their context variables. If there is none, nothing is done.
+    model : nn.Module, optional
+        The model that runs within the context, also in other threads.
     """
     found = _found.get() if found is None else found
     if found is None:
@@ -454,7 +511,7 @@ def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]
         return
     token = _found.set(found)
     try:
-        with _FunctionalLosses(found) as mode:
+        with _outside_of_fast_modules(model), _FunctionalLosses(found) as mode:
             yield
         if mode.seen_by_compiler and not found:
             found.append(FunctionCall(None, True, False))

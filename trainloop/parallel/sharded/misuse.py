@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainloop._support.nested import tensors_of
+from trainloop._support.reduction import is_compiled
 from trainloop._support.user_line import warn
 from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError, TrainLoopError
@@ -178,11 +179,6 @@ def _is_copy(part: Tensor, source: Tensor) -> bool:
 def _changes(name: str) -> bool:
     """Return True for the name of a function that changes its first argument."""
     return name in _IN_PLACE or (name[-1:] == "_" and name[-2:] != "__" and name != "requires_grad_")
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return True for the result of ``torch.compile``, and for a module that was compiled in place."""
-    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def refuse_other_parameters(name: str, unit: nn.Module) -> Any:

@@ -67,6 +67,7 @@ def mean_loss(
     own_losses: bool = False,
     *,
     weighs: bool = True,
+    model: nn.Module | None = None,
 ) -> EpochEnd:
     """Return the mean loss over a loader's samples (over units if the loss has a weight), and the logged values.
 
@@ -88,6 +89,8 @@ def mean_loss(
         True if the loop has no criterion. Then each batch may call another function, as with several tasks.
     weighs : bool, optional
         False if there is only one batch, so that the weight of its loss need not be known.
+    model : nn.Module, optional
+        The model that ``get_loss`` calls.
 
     Raises
     ------
@@ -100,7 +103,7 @@ def mean_loss(
         recorder.batch_size = size
         # Only a graph shows if get_loss divides the criterion's sum; the first batch's graph decides for all batches.
         looks = weighs and (number == 1 or own_losses or calls_functions)
-        functions = functional_losses(calls_functions) if looks else _NOTHING
+        functions = functional_losses(calls_functions, model) if looks else _NOTHING
         with torch.set_grad_enabled(number == 1 and not getattr(sums, "certain", True)), functions:
             read = get_loss(batch, decides)
         if number == 1 and sums is not None and not read.explicit:
