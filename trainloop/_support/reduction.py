@@ -29,6 +29,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.torch_version import TorchVersion
 
+from trainloop._support.nested import map_parts
+
 
 @dataclass(frozen=True)
 class SumRule:
@@ -122,6 +124,27 @@ def _entries_of(criterion: Any) -> list[Any] | None:
         return None
     entries = criterion.values() if isinstance(criterion, Mapping) else criterion
     return [part for entry in entries for part in _entries_of(entry) or [entry]]
+
+
+@contextmanager
+def graph_of_losses(model: nn.Module | None, criterion: Any) -> Iterator[None]:
+    """Give losses a graph in an evaluation, which :class:`SumRule` reads.
+
+    If the model has modules that would compute other values with a graph, the graph begins at the criterion's result.
+    """
+    declared = [one for one, _ in declared_reductions(criterion)]
+    begins_late = _has_fast_modules(model) and all(isinstance(one, nn.Module) for one in declared)
+    with torch.set_grad_enabled(not begins_late), ExitStack() as undo:
+        for one in declared if begins_late else ():
+            undo.callback(one.register_forward_hook(_begin_graph).remove)
+        yield
+
+
+def _begin_graph(criterion: nn.Module, args: Any, loss: Any) -> Any:
+    torch.set_grad_enabled(True)
+    if isinstance(loss, Tensor):
+        return loss.detach().requires_grad_()
+    return map_parts(functools.partial(_begin_graph, criterion, args), loss)
 
 
 def _is_divided(loss: Tensor) -> bool:
@@ -417,7 +440,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 _FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
-"""Modules which, in evaluation mode, compute other values at masked positions if any mode is active."""
+"""Modules which, in evaluation mode, compute other values at masked positions with a graph, and if a mode is active."""
 _left: ContextVar[tuple[_FunctionalLosses, nn.Module] | None] = ContextVar("_left", default=None)
 _ANY_TENSOR = torch.empty(0, device="cpu")
 
@@ -428,6 +451,11 @@ def _innermost_mode(tensor: Tensor, calls: list[None]) -> _FunctionalLosses | No
     if has_torch_function((tensor,)):
         return handle_torch_function(_innermost_mode, (tensor,), tensor, calls)
     return None
+
+
+def _has_fast_modules(model: nn.Module | None) -> bool:
+    modules = () if model is None else model.modules()
+    return any(isinstance(module, _FAST_IN_EVAL) and not module.training for module in modules)
 
 
 def _leave_mode(module: nn.Module, args: Any) -> None:
@@ -451,10 +479,8 @@ def _outside_of_fast_modules(model: nn.Module | None) -> Iterator[None]:
 
     Hooks of the modules themselves would have the same effect as a mode, so these are hooks of all modules.
     """
-    modules = [] if model is None else list(model.modules())
-    fast = any(isinstance(module, _FAST_IN_EVAL) and not module.training for module in modules)
-    if not fast or any(map(is_compiled, modules)):  # with such hooks, torch compiles again, and warns
-        yield
+    if model is None or not _has_fast_modules(model) or any(map(is_compiled, model.modules())):
+        yield  # in compiled models: with such hooks, torch compiles again, and warns
         return
     with (
         register_module_forward_pre_hook(_leave_mode),

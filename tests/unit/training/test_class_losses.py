@@ -395,10 +395,13 @@ class OverPadding(TTModel):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("device", [None, "meta"])  # a torch.device is a mode, in which torch computes otherwise, too
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("mode", ["single", "dp"])
-def test_an_encoders_output_at_masked_positions_is_that_of_a_hand_written_loop(mode: str, device: str | None) -> None:
+def test_an_encoders_output_at_masked_positions_is_that_of_a_hand_written_loop(
+    mode: str, reduction: str, device: str | None
+) -> None:
     torch.manual_seed(0)
-    lengths, criterion = torch.randint(2, 6, (24,)), nn.CrossEntropyLoss()
+    lengths, criterion = torch.randint(2, 6, (24,)), nn.CrossEntropyLoss(reduction=reduction)
     data = TensorDataset(torch.randn(24, 5, 8), torch.arange(5) >= lengths[:, None], torch.randint(3, (24,)))
     model = OverPadding(device)
     by_hand = copy.deepcopy(model)
@@ -422,4 +425,4 @@ def test_an_encoders_output_at_masked_positions_is_that_of_a_hand_written_loop(m
     torch.testing.assert_close(model.state_dict(), by_hand.state_dict(), rtol=0, atol=1e-6)
     with torch.no_grad():
         expected = by_hand.eval().get_loss(data[:], criterion, torch.device("cpu"))
-    assert loop.history["val_loss"] == [pytest.approx(expected.item(), abs=1e-6)]
+    assert loop.history["val_loss"] == [pytest.approx(expected.item() / (24 if reduction == "sum" else 1), abs=1e-6)]
