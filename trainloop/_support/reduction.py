@@ -405,8 +405,8 @@ class _FunctionalLosses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _innermost_mode:
-            return self if len(args[1]) == 1 else None  # with more calls, another mode has passed the call on
+        if func is innermost_mode:
+            return answer_of(self, args)
         result = func(*args, **kwargs)
         if not _TRACES_ATTRIBUTES and torch.is_grad_enabled() and torch.compiler.is_compiling():
             return result
@@ -441,16 +441,21 @@ def is_compiled(module: nn.Module) -> bool:
 
 _FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 """Modules which, in evaluation mode, compute other values at masked positions with a graph, and if a mode is active."""
-_left: ContextVar[tuple[_FunctionalLosses, nn.Module] | None] = ContextVar("_left", default=None)
+_left: ContextVar[tuple[list[TorchFunctionMode], nn.Module] | None] = ContextVar("_left", default=None)
 _ANY_TENSOR = torch.empty(0, device="cpu")
 
 
-def _innermost_mode(tensor: Tensor, calls: list[None]) -> _FunctionalLosses | None:
-    """Return this thread's innermost mode if it is one of :class:`_FunctionalLosses`."""
+def innermost_mode(tensor: Tensor, calls: list[None]) -> Any:
+    """Return this thread's innermost mode if it is one of this package, which answers by :func:`answer_of`."""
     calls.append(None)
     if has_torch_function((tensor,)):
-        return handle_torch_function(_innermost_mode, (tensor,), tensor, calls)
+        return handle_torch_function(innermost_mode, (tensor,), tensor, calls)
     return None
+
+
+def answer_of(mode: TorchFunctionMode, args: tuple[Any, ...]) -> TorchFunctionMode | None:
+    """Return a mode's result for :func:`innermost_mode`: with more calls, another mode has passed the call on."""
+    return mode if len(args[1]) == 1 else None
 
 
 def _has_fast_modules(model: nn.Module | None) -> bool:
@@ -458,24 +463,27 @@ def _has_fast_modules(model: nn.Module | None) -> bool:
     return any(isinstance(module, _FAST_IN_EVAL) and not module.training for module in modules)
 
 
-def _leave_mode(module: nn.Module, args: Any) -> None:
+def _leave_modes(module: nn.Module, args: Any) -> None:
     if isinstance(module, _FAST_IN_EVAL) and not module.training:
-        mode = _innermost_mode(_ANY_TENSOR, [])
-        if mode is not None:
+        left: list[TorchFunctionMode] = []
+        while (mode := innermost_mode(_ANY_TENSOR, [])) is not None:
             mode.__exit__(None, None, None)
-            _left.set((mode, module))
+            left.append(mode)
+        if left:
+            _left.set((left, module))
 
 
-def _return_to_mode(module: nn.Module, args: Any, output: Any) -> None:
+def _return_to_modes(module: nn.Module, args: Any, output: Any) -> None:
     left = _left.get()
     if left is not None and left[1] is module:
         _left.set(None)
-        left[0].__enter__()
+        for mode in reversed(left[0]):
+            mode.__enter__()
 
 
 @contextmanager
-def _outside_of_fast_modules(model: nn.Module | None) -> Iterator[None]:
-    """Leave the mode while a module computes that would compute other values in any mode; not in compiled models.
+def outside_of_fast_modules(model: nn.Module | None) -> Iterator[None]:
+    """Leave this package's modes in modules that would compute other values in any mode; not in compiled models.
 
     Hooks of the modules themselves would have the same effect as a mode, so these are hooks of all modules.
     """
@@ -483,8 +491,8 @@ def _outside_of_fast_modules(model: nn.Module | None) -> Iterator[None]:
         yield  # in compiled models: with such hooks, torch compiles again, and warns
         return
     with (
-        register_module_forward_pre_hook(_leave_mode),
-        register_module_forward_hook(_return_to_mode, always_call=True),
+        register_module_forward_pre_hook(_leave_modes),
+        register_module_forward_hook(_return_to_modes, always_call=True),
     ):
         yield
 
@@ -537,7 +545,7 @@ def functional_losses(found: list[FunctionCall] | None = None, model: nn.Module 
         return
     token = _found.set(found)
     try:
-        with _outside_of_fast_modules(model), _FunctionalLosses(found) as mode:
+        with outside_of_fast_modules(model), _FunctionalLosses(found) as mode:
             yield
         if mode.seen_by_compiler and not found:
             found.append(FunctionCall(None, True, False))

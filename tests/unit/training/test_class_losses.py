@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit.class_losses import CASES, CLASS_WEIGHTS, Classifier, samples, trained
+from kit.sharded_models import needs_fsdp_on_cpu
 from torch import nn, optim
 from torch.nn import functional
 from torch.torch_version import TorchVersion
@@ -396,7 +397,7 @@ class OverPadding(TTModel):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("device", [None, "meta"])  # a torch.device is a mode, in which torch computes otherwise, too
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("mode", ["single", "dp"])
+@pytest.mark.parametrize("mode", ["single", "dp", pytest.param("fsdp", marks=[needs_fsdp_on_cpu, pytest.mark.long])])
 def test_an_encoders_output_at_masked_positions_is_that_of_a_hand_written_loop(
     mode: str, reduction: str, device: str | None
 ) -> None:
@@ -421,7 +422,7 @@ def test_an_encoders_output_at_masked_positions_is_that_of_a_hand_written_loop(
         devices=2 if mode == "dp" else 1,
         progress_bar=False,
     )
-    loop.fit(num_epochs=1)
+    loop.fit(num_epochs=1, fsdp_model_args={"shard": []})
     torch.testing.assert_close(model.state_dict(), by_hand.state_dict(), rtol=0, atol=1e-6)
     with torch.no_grad():
         expected = by_hand.eval().get_loss(data[:], criterion, torch.device("cpu"))
