@@ -25,8 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.torch_version import TorchVersion
+
+from trainloop._support.nested import map_parts
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,27 @@ def _entries_of(criterion: Any) -> list[Any] | None:
         return None
     entries = criterion.values() if isinstance(criterion, Mapping) else criterion
     return [part for entry in entries for part in _entries_of(entry) or [entry]]
+
+
+@contextmanager
+def graph_of_losses(model: nn.Module | None, criterion: Any) -> Iterator[None]:
+    """Give losses a graph in an evaluation, which :class:`SumRule` reads.
+
+    If the model has modules that would compute other values with a graph, the graph begins at the criterion's result.
+    """
+    declared = [one for one, _ in declared_reductions(criterion)]
+    begins_late = _has_fast_modules(model) and all(isinstance(one, nn.Module) for one in declared)
+    with torch.set_grad_enabled(not begins_late), ExitStack() as undo:
+        for one in declared if begins_late else ():
+            undo.callback(one.register_forward_hook(_begin_graph).remove)
+        yield
+
+
+def _begin_graph(criterion: nn.Module, args: Any, loss: Any) -> Any:
+    torch.set_grad_enabled(True)
+    if isinstance(loss, Tensor):
+        return loss.detach().requires_grad_()
+    return map_parts(functools.partial(_begin_graph, criterion, args), loss)
 
 
 def _is_divided(loss: Tensor) -> bool:
@@ -382,6 +406,8 @@ class _FunctionalLosses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is innermost_mode:
+            return answer_of(self, args)
         result = func(*args, **kwargs)
         if not _TRACES_ATTRIBUTES and torch.is_grad_enabled() and torch.compiler.is_compiling():
             return result
@@ -407,6 +433,69 @@ class _FunctionalLosses(TorchFunctionMode):
             self.seen_by_compiler = True  # it would compile again whenever the list has another length
         else:
             self._found.append(FunctionCall(threading.current_thread(), needs_mode, uneven))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return True for the result of ``torch.compile``, and for a module that was compiled in place."""
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
+_FAST_IN_EVAL = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+"""Modules which, in evaluation mode, compute other values at masked positions with a graph, and if a mode is active."""
+_left: ContextVar[tuple[list[TorchFunctionMode], nn.Module] | None] = ContextVar("_left", default=None)
+_ANY_TENSOR = torch.empty(0, device="cpu")
+
+
+def innermost_mode(tensor: Tensor, calls: list[None]) -> Any:
+    """Return this thread's innermost mode if it is one of this package, which answers by :func:`answer_of`."""
+    calls.append(None)
+    if has_torch_function((tensor,)):
+        return handle_torch_function(innermost_mode, (tensor,), tensor, calls)
+    return None
+
+
+def answer_of(mode: TorchFunctionMode, args: tuple[Any, ...]) -> TorchFunctionMode | None:
+    """Return a mode's result for :func:`innermost_mode`: with more calls, another mode has passed the call on."""
+    return mode if len(args[1]) == 1 else None
+
+
+def _has_fast_modules(model: nn.Module | None) -> bool:
+    modules = () if model is None else model.modules()
+    return any(isinstance(module, _FAST_IN_EVAL) and not module.training for module in modules)
+
+
+def _leave_modes(module: nn.Module, args: Any) -> None:
+    if isinstance(module, _FAST_IN_EVAL) and not module.training:
+        left: list[TorchFunctionMode] = []
+        while (mode := innermost_mode(_ANY_TENSOR, [])) is not None:
+            mode.__exit__(None, None, None)
+            left.append(mode)
+        if left:
+            _left.set((left, module))
+
+
+def _return_to_modes(module: nn.Module, args: Any, output: Any) -> None:
+    left = _left.get()
+    if left is not None and left[1] is module:
+        _left.set(None)
+        for mode in reversed(left[0]):
+            mode.__enter__()
+
+
+@contextmanager
+def outside_of_fast_modules(model: nn.Module | None) -> Iterator[None]:
+    """Leave this package's modes in modules that would compute other values in any mode; not in compiled models.
+
+    Hooks of the modules themselves would have the same effect as a mode, so these are hooks of all modules.
+    """
+    if model is None or not _has_fast_modules(model) or any(map(is_compiled, model.modules())):
+        yield  # in compiled models: with such hooks, torch compiles again, and warns
+        return
+    with (
+        register_module_forward_pre_hook(_leave_modes),
+        register_module_forward_hook(_return_to_modes, always_call=True),
+    ):
+        yield
 
 
 _ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
@@ -435,7 +524,7 @@ _found: ContextVar[list[FunctionCall] | None] = ContextVar("_found", default=Non
 
 
 @contextmanager
-def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]:
+def functional_losses(found: list[FunctionCall] | None = None, model: nn.Module | None = None) -> Iterator[None]:
     """Attach divisors to the results of ``F.cross_entropy`` and ``F.nll_loss`` whose graphs don't contain them.
 
     This costs a microsecond for each torch call. So an evaluation uses it for the first batch, and for later batches
@@ -448,6 +537,8 @@ def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]
     found : list of FunctionCall, optional
         List that receives an entry for each such call. Default: the list of the surrounding context, which threads
         inherit by their context variables. If there is none, nothing is done.
+    model : nn.Module, optional
+        The model that runs within the context, also in other threads.
     """
     found = _found.get() if found is None else found
     if found is None:
@@ -455,7 +546,7 @@ def functional_losses(found: list[FunctionCall] | None = None) -> Iterator[None]
         return
     token = _found.set(found)
     try:
-        with _FunctionalLosses(found) as mode:
+        with outside_of_fast_modules(model), _FunctionalLosses(found) as mode:
             yield
         if mode.seen_by_compiler and not found:
             found.append(FunctionCall(None, True, False))

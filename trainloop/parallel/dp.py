@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy as shallow_copy
 from functools import partial
@@ -244,7 +244,8 @@ class TTDataParallel(Transparent, DataParallel):
             explain_replica(error)
             raise
         if devices[0].type != "cpu":
-            outputs = [_on_device(output, self._tt_output_device) for output in outputs]
+            with torch.enable_grad():  # in an evaluation, a loss may have a graph
+                outputs = [_on_device(output, self._tt_output_device) for output in outputs]
         return outputs
 
     def _loss_of_all(self, losses: list[Any], sizes: list[int], criterion: Any) -> Any:
@@ -257,10 +258,12 @@ class TTDataParallel(Transparent, DataParallel):
         rule = sum_rule(self.module, criterion)
         if rule is None or isinstance(losses[0], tuple):
             return parts.combine_losses(losses, sizes)
-        # Without a graph, use the last decision: evaluation's first batch has a graph.
-        if torch.is_grad_enabled() or rule.certain:
+        # Without a graph, use the last decision: in evaluation's first batch, losses have a graph.
+        first = losses[0].values() if isinstance(losses[0], Mapping) else losses[:1]
+        if rule.certain or any(getattr(loss, "requires_grad", False) for loss in first):
             self._tt_summed = rule(losses[0])
-        return parts.combine_losses(losses, sizes, self._tt_summed)
+        with torch.enable_grad():
+            return parts.combine_losses(losses, sizes, self._tt_summed)
 
     def _yield_losses(
         self,

@@ -140,7 +140,8 @@ class TrainLoop(LoopState, Generic[ModelT]):
         Maximum norm of the gradient of all parameters together. A larger gradient is scaled down to it before each
         step.
     sync_batchnorm : bool
-        Compute the statistics of BatchNorm layers over the samples of all ranks.
+        Compute the statistics of BatchNorm layers over the samples of all ranks. In ``'dp'`` with several devices, this
+        is an error.
     compile : bool, 'step' or dict
         ``True``: compile the model with ``torch.compile``. A dict: the same, with these arguments. ``'step'``: compile
         forward, loss, backward, clipping and the optimizer's step into one graph (only in ``'single'``; if this is not
@@ -367,6 +368,11 @@ class TrainLoop(LoopState, Generic[ModelT]):
             self.process = self.run_config.here or Rank()  # for callbacks' on_train_loop_registration
             restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes)
             check_carried(self.model, self.gpu_mode)
+            if self.sync_batchnorm and self.gpu_mode == "dp" and len(self.run_config.devices) > 1:
+                raise ConfigurationError(
+                    "sync_batchnorm=True with gpu_mode='dp': replicas can't exchange statistics, so BatchNorm would "
+                    "normalise each part of a batch by itself. Use gpu_mode='ddp', or leave sync_batchnorm out."
+                )
             check.check_step(self.model, self.optimizer, self.options.amp, self.run_config.devices[0])
             check.check_bool(gather, "gather")
             wrapper_args = {

@@ -310,6 +310,10 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "several nodes in single": (lambda: fit(num_nodes=2), ["num_nodes", "ddp"]),
     "several nodes in dp": (lambda: fit({"gpu_mode": "dp", "devices": 2}, num_nodes=2), ["num_nodes", "ddp"]),
+    "synchronised BatchNorm in dp": (
+        lambda: fit({"gpu_mode": "dp", "devices": 2, "sync_batchnorm": True}),
+        ["sync_batchnorm", "ddp"],
+    ),
     "several nodes and no rendezvous point": (
         lambda: fit({"gpu_mode": "ddp", "devices": 2}, num_nodes=2, node_rank=1),
         ["MASTER_ADDR", "init_method"],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit.class_losses import CASES, CLASS_WEIGHTS, Classifier, samples, trained
+from kit.sharded_models import needs_fsdp_on_cpu
 from torch import nn, optim
 from torch.nn import functional
 from torch.torch_version import TorchVersion
@@ -367,3 +368,62 @@ def test_a_compiled_function_is_compiled_once_for_all_batches_of_evaluations() -
     with torch.compiler.set_stance("fail_on_recompile"):
         in_batches = loop.evaluate_model_loss(DataLoader(more, 4))
     assert in_batches == pytest.approx(loop.evaluate_model_loss(DataLoader(more, 40)), rel=1e-12)
+
+
+class OverPadding(TTModel):
+    """A classifier of the mean over a frozen encoder's output, also at masked positions."""
+
+    def __init__(self, device: str | None) -> None:
+        super().__init__()
+        self.encode = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        self.encode.eval().requires_grad_(False)
+        self.head = nn.Linear(8, 3)
+        self.device_of_new = device
+
+    def forward(self, x: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+        with nullcontext() if self.device_of_new is None else torch.device(self.device_of_new):
+            encoded = self.encode(x, src_key_padding_mask=masked)
+            assert torch.empty(0).device.type == (self.device_of_new or "cpu")
+        return self.head(encoded.mean(1))
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> torch.Tensor:
+        x, masked, y = batch_data
+        return criterion(self(x, masked), y)
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return self(*batch_data[:2]), batch_data[2], {}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("device", [None, "meta"])  # a torch.device is a mode, in which torch computes otherwise, too
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("mode", ["single", "dp", pytest.param("fsdp", marks=[needs_fsdp_on_cpu, pytest.mark.long])])
+def test_an_encoders_output_at_masked_positions_is_that_of_a_hand_written_loop(
+    mode: str, reduction: str, device: str | None
+) -> None:
+    torch.manual_seed(0)
+    lengths, criterion = torch.randint(2, 6, (24,)), nn.CrossEntropyLoss(reduction=reduction)
+    data = TensorDataset(torch.randn(24, 5, 8), torch.arange(5) >= lengths[:, None], torch.randint(3, (24,)))
+    model = OverPadding(device)
+    by_hand = copy.deepcopy(model)
+    sgd = optim.SGD(by_hand.head.parameters(), lr=0.1)
+    for batch in DataLoader(data, 6):
+        by_hand.get_loss(batch, criterion, torch.device("cpu")).backward()
+        sgd.step()
+        sgd.zero_grad()
+    loop: TrainLoop[Any] = TrainLoop(
+        model,
+        DataLoader(data, 6),
+        DataLoader(data, 4),
+        optimizer=optim.SGD(model.head.parameters(), lr=0.1),
+        criterion=criterion,
+        gpu_mode=mode,
+        accelerator="cpu",
+        devices=2 if mode == "dp" else 1,
+        progress_bar=False,
+    )
+    loop.fit(num_epochs=1, fsdp_model_args={"shard": []})
+    torch.testing.assert_close(model.state_dict(), by_hand.state_dict(), rtol=0, atol=1e-6)
+    with torch.no_grad():
+        expected = by_hand.eval().get_loss(data[:], criterion, torch.device("cpu"))
+    assert loop.history["val_loss"] == [pytest.approx(expected.item() / (24 if reduction == "sum" else 1), abs=1e-6)]

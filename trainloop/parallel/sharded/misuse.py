@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainloop._support.nested import tensors_of
-from trainloop._support.reduction import graph_nodes
+from trainloop._support.reduction import answer_of, graph_nodes, innermost_mode, is_compiled, outside_of_fast_modules
 from trainloop._support.user_line import warn
 from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError, TrainLoopError
@@ -93,6 +93,8 @@ class RefusesLostChanges(TorchFunctionMode):
         self._tells = changes
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is innermost_mode:
+            return answer_of(self, args)
         if func in _IGNORED and args and is_sharded(args[0]):
             if func == _SETS_DATA and local_shard(args[0]).data_ptr() == local_shard(args[1]).data_ptr():
                 return None  # `p.data += x` has changed the shard itself before
@@ -179,11 +181,6 @@ def _is_copy(part: Tensor, source: Tensor) -> bool:
 def _changes(name: str) -> bool:
     """Return True for the name of a function that changes its first argument."""
     return name in _IN_PLACE or (name[-1:] == "_" and name[-2:] != "__" and name != "requires_grad_")
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return True for the result of ``torch.compile``, and for a module that was compiled in place."""
-    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def refuse_other_parameters(name: str, unit: nn.Module) -> Any:
@@ -300,6 +297,7 @@ class WatchedForwards:
         self._warned = False
         units = list(units)
         # With a mode of torch's functions in these forwards only, compiled code would be compiled again.
+        self._root = units[-1][1] if units else None
         compiled = any(is_compiled(module) for module in units[-1][1].modules()) if units else False
         self._sees_functions = not compiled
         self._seen: dict[str, list[_Seen]] = {}
@@ -317,10 +315,14 @@ class WatchedForwards:
                 ),
             ]
 
-    def refusing_lost_changes(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward."""
-        watches = self._sees_functions and not self.ended and torch.is_grad_enabled()
-        return RefusesLostChanges(self._refuse_data) if watches else nullcontext()
+    @contextmanager
+    def refusing_lost_changes(self) -> Iterator[None]:
+        """Enter the context of a forward."""
+        if self._sees_functions and not self.ended and torch.is_grad_enabled():
+            with outside_of_fast_modules(self._root), RefusesLostChanges(self._refuse_data):
+                yield
+        else:
+            yield
 
     def _refuse_data(self, tensor: Tensor) -> None:
         """Raise an error for an operation on a gathered ``p.data``: it may change values in later forwards only."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainloop._metrics import EpochEnd, Recorder
-from trainloop._support.reduction import FunctionCall, SumRule, functional_losses
+from trainloop._support.reduction import FunctionCall, SumRule, functional_losses, graph_of_losses
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.run.losses import BatchLoss
 from trainloop.train_loop.run.rows import (
@@ -64,9 +64,10 @@ def mean_loss(
     recorder: Recorder,
     name: str,
     sums: SumRule | None = None,
-    own_losses: bool = False,
     *,
     weighs: bool = True,
+    model: nn.Module | None = None,
+    criterion: Any = None,
 ) -> EpochEnd:
     """Return the mean loss over a loader's samples (over units if the loss has a weight), and the logged values.
 
@@ -84,10 +85,12 @@ def mean_loss(
         Name of the loader, for messages.
     sums : SumRule, optional
         Rule that decides which losses are sums over samples.
-    own_losses : bool, optional
-        True if the loop has no criterion. Then each batch may call another function, as with several tasks.
     weighs : bool, optional
         False if there is only one batch, so that the weight of its loss need not be known.
+    model : nn.Module, optional
+        The model that ``get_loss`` calls.
+    criterion : object
+        The criterion that ``get_loss`` calls. Without one, each batch may call another function, as with several tasks.
 
     Raises
     ------
@@ -99,9 +102,10 @@ def mean_loss(
     for number, (_, batch, size) in enumerate(batches, start=1):
         recorder.batch_size = size
         # Only a graph shows if get_loss divides the criterion's sum; the first batch's graph decides for all batches.
-        looks = weighs and (number == 1 or own_losses or calls_functions)
-        functions = functional_losses(calls_functions) if looks else _NOTHING
-        with torch.set_grad_enabled(number == 1 and not getattr(sums, "certain", True)), functions:
+        looks = weighs and (number == 1 or criterion is None or calls_functions)
+        functions = functional_losses(calls_functions, model) if looks else _NOTHING
+        needs_graph = number == 1 and not getattr(sums, "certain", True)
+        with graph_of_losses(model, criterion) if needs_graph else torch.no_grad(), functions:
             read = get_loss(batch, decides)
         if number == 1 and sums is not None and not read.explicit:
             decides = SumRule(certain=True) if read.is_sum else None

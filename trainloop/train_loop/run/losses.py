@@ -287,5 +287,7 @@ def loss_of(output: Any, size: int, sums: Callable[[Any], bool] | None = None) -
     """
     if not isinstance(output, Generator):
         return read_loss(output, size, sums)
-    joined = joined_losses([read_yielded(item, size) for item in output], size)
+    yielded = [read_yielded(item, size) for item in output]
+    with torch.enable_grad():  # in an evaluation, a loss may have a graph
+        joined = joined_losses(yielded, size)
     return joined._replace(is_sum=joined.units is None and sums is not None and sums(joined.loss))

@@ -260,7 +260,9 @@ class Run:
             weighs = self.loop.gpu_mode == "dp" or not feed.is_one_batch
             with class_criteria(trained, criterion) if weighs else _NOTHING:
                 rule = sum_rule(trained, criterion)
-                end = mean_loss(batches, get_loss, recorder, name, rule, criterion is None, weighs=weighs)
+                end = mean_loss(
+                    batches, get_loss, recorder, name, rule, weighs=weighs, model=trained, criterion=criterion
+                )
         # A user's evaluation in a callback must not overwrite the epoch's own val_loss.
         losses = named_losses(end.losses, prefix) if losses_into_history else {}
         self._into_history(prefix, {**losses, **end.metrics})

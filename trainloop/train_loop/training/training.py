@@ -31,7 +31,7 @@ from trainloop import distributed
 from trainloop._launch.failures import described
 from trainloop._metrics import LateRead, Recorder
 from trainloop._support.carried import carried_state_of, load_carried_state
-from trainloop._support.reduction import ClassLosses, FunctionCall, functional_losses
+from trainloop._support.reduction import ClassLosses, FunctionCall, functional_losses, is_compiled
 from trainloop._support.signals import names_of, status_of
 from trainloop._support.stopping import EARLY_STOP, END_EPOCH, INTERRUPT, StopAgreement
 from trainloop._support.user_line import warn_or_print
@@ -47,7 +47,6 @@ from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
 from trainloop.optim.optimizers import all_optimizers, drop_gradients
 from trainloop.optim.parameters import criterion_modules, trained_modules
-from trainloop.parallel.sharded.misuse import is_compiled
 from trainloop.train_loop.arguments.checks import check_loader
 from trainloop.train_loop.arguments.options import End, FitJob
 from trainloop.train_loop.progress.ending import described_ends, described_signals, has_work_at_end
@@ -781,7 +780,7 @@ class Training(Run):
             yield
             return
         before = len(self._functions)
-        with functional_losses(self._functions):
+        with functional_losses(self._functions, self.loop.model):
             yield
         if not idle:
             self._class_losses.add(self._functions[before:])
