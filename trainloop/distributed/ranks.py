@@ -1,4 +1,4 @@
-"""Rank, local rank and world size of the processes of a run."""
+"""Rank and world size of this process; leave its process groups and their threads; refuse exchanges of one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: PyTorch's FSDP2 for models with a ``get_loss``, also from the meta device."""
+"""Fully sharded data parallelism: FSDP2 for models with a ``get_loss``; attributes and gradients of units and parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks of the tracking loops: a folder for each experiment, with its source, settings and results.
+"""Callbacks of the tracking loops: a folder for each experiment, with its source, settings, checkpoints and results.
 
 ::
 

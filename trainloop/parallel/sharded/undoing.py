@@ -1,4 +1,4 @@
-"""Undo ``fully_shard``, note which parameters a backward reaches, and complete torch's gradients and operations.
+"""Undo ``fully_shard``, and correct torch itself: gradients that it would leave out, and operations on shards.
 
 ``fully_shard`` changes a module in place: it replaces its class and adds hooks and marks. ``fit`` must return the same
 model object without these changes. This module has all private torch names that this needs (checked in torch 2.6 to

@@ -1,4 +1,4 @@
-"""Losses of a ``MultiLoss`` that have weights of their own: ranks agree on them, and their gradients are added up."""
+"""Losses of a ``MultiLoss`` with weights of their own: ranks agree on them; scale and unscale them, add gradients."""
 
 from __future__ import annotations
 
