@@ -191,8 +191,15 @@ def test_what_callbacks_keep_without_shards_stays_the_same() -> None:
     assert inside["inside"] is counts.counts  # type: ignore[index, call-overload]
 
 
+class Projector:
+    """An object in an optimizer's state, as in GaLore."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrices = [matrix]
+
+
 class Lookahead(torch.optim.SGD):
-    """Keeps slow weights in attributes of its own: a dict by parameter, lists, and a tensor."""
+    """Keeps slow weights in attributes of its own: a dict by parameter, lists, and a tensor; and in its state."""
 
     def step(self, closure: Any = None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -201,6 +208,7 @@ class Lookahead(torch.optim.SGD):
                 self.slow = {p: p.detach().clone() for p in parameters}
                 self.lists = [[p.detach().clone() for p in parameters]]
                 self.first = parameters[0].detach().clone()
+                self.state[parameters[0]]["projector"] = Projector(parameters[0].detach().clone())
             found = super().step(closure)
             for p, slow in self.slow.items():
                 slow.lerp_(p, 0.5)
@@ -246,7 +254,8 @@ def test_what_optimizers_models_and_criteria_keep_comes_back_whole() -> None:
         slow: Any = optimizer.slow
         assert all(key is p for key, p in zip(slow, model.parameters(), strict=True))
         old: Any = (model.layers[0].old, *criterion.old)
-        kept.append([*slow.values(), *optimizer.lists[0], optimizer.first, *model.fisher.values(), *old])
+        within = optimizer.state[model.layers[0].weight]["projector"].matrices
+        kept.append([*slow.values(), *optimizer.lists[0], optimizer.first, *within, *model.fisher.values(), *old])
         assert all(type(tensor) is Tensor for tensor in kept[-1])
     for one, other in zip(*kept, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)

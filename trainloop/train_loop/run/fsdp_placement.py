@@ -192,6 +192,9 @@ class ShardedPlacement(Placement):
         others = {id(part) for one in modules for part in (one._parameters, one._buffers, one._modules)}
         others |= {id(part) for one in optimizers for part in (one.state, one.param_groups)}
         seen = set(others)
+        for one in optimizers:  # their states may contain objects, such as the projector of GaLore
+            name = f"{type(one).__qualname__}.state"
+            kept += [(name, vars(part)) for own in list(one.state.values()) for part in _own_objects(own, seen)]
         for _, attributes in kept:  # grows: objects of the user's own may keep others
             kept += map(_class_and_attributes, _own_objects(attributes, seen))
         found: dict[int, tuple[str, Any]] = {}
