@@ -189,6 +189,7 @@ class Gradients:
     def _follow(self, trained: TrainedParameters) -> None:
         trained.note()
         self._take_parameters()
+        trained.check_same_weights(self._place.wrapper)  # torch 2.6 sends rank 0's to all ranks when it wraps
         self._place.wrap_again()
 
     def assigned(self, name: str) -> None:
