@@ -97,7 +97,7 @@ def test_weights_are_those_of_a_loop_by_hand(mode: str, accumulation: int, norm:
         accelerator="cuda",
         devices=devices,
         gradient_clip_norm=norm,
-        sync_batchnorm=True,
+        sync_batchnorm=mode != "dp",
         progress_bar=False,
     )
     loop.fit(num_epochs=1, grad_accumulation=accumulation)
