@@ -587,6 +587,7 @@ def test_dp_without_gpus_calls_the_module_as_it_is() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.14 asks for it
 def test_dp_refuses_the_result_of_torch_compile_and_accepts_a_module_compiled_in_place() -> None:
     blocks = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     compiled = nn.Sequential(blocks[0], torch.compile(blocks[1], backend="eager"))
