@@ -296,11 +296,12 @@ def as_array(rows: Any) -> Any:
         return rows
 
 
-def _as_classes(rows: Any) -> Array:
-    array = as_array(rows)
-    if array.ndim > 1 and array.shape[-1] > 1:
-        return np.argmax(array, axis=-1).ravel()
-    return array.ravel()
+def _has_columns(rows: Array) -> bool:
+    return rows.ndim > 1 and rows.shape[-1] > 1
+
+
+def _as_classes(rows: Array) -> Array:
+    return np.argmax(rows, axis=-1) if _has_columns(rows) else rows
 
 
 def classes_of(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
@@ -311,6 +312,7 @@ def classes_of(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
             "predictions or targets are rows of unequal length, so a row has no single class. Return rows of equal "
             "length from get_predictions, or score with a function of (y_pred, y_true, metadata)."
         )
+    _refuse_other_labels(predicted, targets)
     if predicted.shape == targets.shape and predicted.size > len(predicted) and not _is_one_hot(targets):
         _refuse_scores(
             predicted,
@@ -320,8 +322,14 @@ def classes_of(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
             "get_predictions.",
         )
         return predicted.ravel(), targets.ravel()  # a class per element, such as a token or pixel
+    if _has_columns(targets) and not _has_columns(predicted) and not _is_one_hot(targets):
+        raise ConfigurationError(
+            f"targets have shape {targets.shape}, but are not one-hot rows, and predictions have shape "
+            f"{predicted.shape}. Return one class for each row, or one-hot rows, as targets from get_predictions."
+        )
     predicted, targets = _as_classes(predicted), _as_classes(targets)
-    _check_lengths(predicted, targets)
+    _check_shapes(predicted, targets)
+    predicted, targets = predicted.ravel(), targets.ravel()
     if not _has_fractions(targets):  # classes may be numbers such as 0.5
         _refuse_scores(
             predicted,
@@ -330,6 +338,29 @@ def classes_of(y_pred: Any, y_true: Any) -> tuple[Array, Array]:
             "get_predictions.",
         )
     return predicted, targets
+
+
+def _refuse_other_labels(predicted: Array, targets: Array) -> None:
+    """Raise an error about targets that no prediction could be equal to: each would count as a wrong prediction."""
+    numbers, other = targets.dtype.kind in "biuf", np.empty(0)
+    if numbers and (targets == -100).any():
+        raise ConfigurationError(
+            "targets contain -100, which nn.CrossEntropyLoss ignores, but which would count as a class. Leave these "
+            "elements out in get_predictions: return y_pred[keep] and y_true[keep], where keep = y_true != -100."
+        )
+    if _has_columns(predicted) and not _has_columns(targets):
+        number = predicted.shape[-1]
+        other = targets[~np.isin(targets, np.arange(number))]
+        known = f"predictions have a score for each of the classes 0 to {number - 1}"
+    elif predicted.dtype.kind == "b" or targets.dtype.kind == "b":
+        both = np.concatenate([predicted.ravel(), targets.ravel()])
+        other = both[~np.isin(both, (0, 1))]
+        known = f"{'predictions' if predicted.dtype.kind == 'b' else 'targets'} are True or False"
+    if other.size:
+        raise ConfigurationError(
+            f"{known}, which are never equal to {other.tolist()[0]!r}. Return the same numbers for predictions and "
+            "targets from get_predictions."
+        )
 
 
 def _has_fractions(rows: Array) -> bool:
@@ -382,22 +413,21 @@ def _scores_of_two_classes(y_pred: Any, y_true: Any, *, probabilities: bool = Fa
             "more than two classes, use 'classification'."
         )
     scores = scores.ravel()
-    _check_lengths(scores, targets)
+    _check_shapes(scores, targets)
     return scores, targets == 1
 
 
 def _errors(y_pred: Any, y_true: Any) -> Array:
     predicted, targets = as_array(y_pred).astype(np.float64), as_array(y_true).astype(np.float64)
-    if predicted.size == targets.size and len(predicted) == len(
-        targets
-    ):  # (n, 1) and (n,): numpy would broadcast them to (n, n)
-        predicted = predicted.reshape(targets.shape)
-    _check_lengths(predicted, targets)
-    return predicted - targets
+    _check_shapes(predicted, targets)
+    return predicted.reshape(targets.shape) - targets  # (n, 1) and (n,): numpy would broadcast them to (n, n)
 
 
-def _check_lengths(predicted: Array, targets: Array) -> None:
-    if predicted.shape != targets.shape:
+def _check_shapes(predicted: Array, targets: Array) -> None:
+    """Raise an error unless the elements are in the same order: in rows that are alike, or flattened."""
+    rows = [[size for size in array.shape[1:] if size != 1] for array in (predicted, targets)]
+    other = rows[0] != rows[1] and min(map(len, rows)) > 1  # such as channels first and channels last
+    if predicted.shape[:1] != targets.shape[:1] or predicted.size != targets.size or other:
         raise ConfigurationError(
             f"predictions have shape {predicted.shape}, but targets have shape {targets.shape}. Pass one prediction "
             "for each target."
@@ -419,7 +449,7 @@ def classification(y_pred: Any, y_true: Any, metadata: Any = None) -> dict[str, 
 
 
 def binary_classification(
-    y_pred: Any, y_true: Any, metadata: Any = None, *, threshold: float = 0.5
+    y_pred: Any, y_true: Any, metadata: Any = None, *, threshold: float | None = None
 ) -> dict[str, float]:
     """Return the metrics of scores of two classes: ``accuracy precision recall f1 roc_auc pr_auc``.
 
@@ -430,11 +460,19 @@ def binary_classification(
         -1 and 1, or one-hot rows.
     metadata : object
         Not used.
-    threshold : float
-        Minimum score of the positive class: 0.5 for probabilities, 0.0 for logits. To pass another one to a callback,
-        use ``functools.partial(binary_classification, threshold=0.0)``.
+    threshold : float, optional
+        Minimum score of the positive class: 0.5 by default, which needs probabilities or classes; 0.0 for logits. To
+        pass another one to a callback, use ``functools.partial(binary_classification, threshold=0.0)``.
     """
     scores, positive = _scores_of_two_classes(y_pred, y_true, probabilities=True)
+    if threshold is None:
+        threshold = 0.5
+        if ((scores < -_ROUNDING) | (scores > 1 + _ROUNDING)).any() and not np.isin(scores, (-1, 1)).all():
+            raise ConfigurationError(
+                f"predictions are scores from {np.nanmin(scores):.4g} to {np.nanmax(scores):.4g}, but the threshold "
+                "0.5 is for probabilities. For logits, pass functools.partial(binary_classification, threshold=0.0), "
+                "or return torch.sigmoid(logits) from get_predictions."
+            )
     targets, chosen = positive.astype(int), (scores >= threshold).astype(int)
     metrics, rows = scikit_learn(), (targets, chosen)
     return {

@@ -21,14 +21,14 @@ _NEAR = 0.75  # how similar a name must be for an error message to suggest it
 # scikit-learn's names of scorers, for which greater is better. ("neg_loss" may be the loss of negative pairs.)
 _SCORERS = re.compile(
     r"(^|_)(neg_(log_loss|brier_score|negative_likelihood_ratio|\w*(error|deviance))|positive_likelihood_ratio"
-    r"|d2_\w+_score|explained_variance)($|_)"
+    r"|neg(ative)?_(mae|r?mse|r?msle|s?mape)|d2_\w+_score|explained_variance)($|_)"
 )
 # Words in names of metrics. The first group takes precedence, as in "accuracy_loss". As in scikit-learn, a higher
 # "score" is better.
 _LOWER_WINS = frozenset("loss error err brier".split())
 _LOWER = frozenset(
     """mae mse rmse msle rmsle mape smape nll logloss perplexity ppl entropy bce ce kl divergence hinge hamming wer cer
-    mer eer ece fid kid lpips ter deviance regret crps pinball""".split()
+    mer eer ece fid kid lpips ter deviance regret crps pinball bouldin winkler""".split()
 )
 _HIGHER = frozenset(
     """accuracy acc f1 fbeta dice jaccard iou miou auc auroc auprc aucpr roc ap map precision recall sensitivity

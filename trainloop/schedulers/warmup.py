@@ -35,6 +35,12 @@ class _WarmupScheduler(LRScheduler):
         own = type(self).__name__
         num_warmup_steps = number_of(own, "num_warmup_steps", num_warmup_steps, least=0, finite=True)
         num_training_steps = number_of(own, "num_training_steps", num_training_steps, finite=True, optional=True)
+        for name, steps in (("num_warmup_steps", num_warmup_steps), ("num_training_steps", num_training_steps)):
+            if steps is not None and 0 < steps < 1:
+                raise ConfigurationError(
+                    f"{own}: {name}={steps}: must be a number of optimizer steps, not a fraction. Pass, for example, "
+                    "round(0.1 * tl.num_optimizer_steps(num_epochs))."
+                )
         if num_training_steps is not None and num_training_steps < num_warmup_steps:
             raise ConfigurationError(
                 f"num_training_steps={num_training_steps}: must not be less than num_warmup_steps={num_warmup_steps}."

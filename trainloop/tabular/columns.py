@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -74,6 +74,8 @@ class Columns:
     """For each column of dates: True if its texts have the day before the month, as learnt from all values."""
     parts: Mapping[str, list[str]] = field(default_factory=dict)
     """For each column of dates: the names of its parts in the cleaned table, which no column of the user has."""
+    durations: Collection[str] | None = None
+    """Columns of numbers that were durations in training, which are converted to seconds; None if it is unknown."""
     learnt: bool = False
     """True if the kinds were learnt from a table."""
 
@@ -94,6 +96,7 @@ class Columns:
         if not kinds:
             reasons = "; ".join(f"{name!r}: {why}" for name, why in dropped.items())
             raise ConfigurationError(f"no column is left to learn from ({reasons}). Pass columns that vary.")
+        durations = [name for name, kind in kinds.items() if kind == "number" and _is_duration(frame[name])]
         dates = [name for name, kind in kinds.items() if kind == "date"]
         names: dict[str, list[str]] = {}
         for name in dates:
@@ -101,7 +104,7 @@ class Columns:
             names[name] = parts = _parts_of(name)
             while taken.intersection(parts):
                 names[name] = parts = [f"{part}_" for part in parts]
-        return cls(kinds, dropped, {name: _day_first(frame[name]) for name in dates}, names, True)
+        return cls(kinds, dropped, {name: _day_first(frame[name]) for name in dates}, names, durations, True)
 
     def only(self, kinds: Iterable[Kind]) -> Columns:
         """Return a copy that has only the columns of these kinds."""
@@ -118,7 +121,8 @@ class Columns:
         return self.parts.get(name) or _parts_of(name)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"day_first": {}, "parts": {}, "learnt": False, **state})  # saved by an earlier version
+        # A state that was saved by an earlier version has no more than the first two.
+        self.__dict__.update({"day_first": {}, "parts": {}, "durations": None, "learnt": False, **state})
 
     def used_in(self, frame: pd.DataFrame, what: str = "data") -> pd.DataFrame:
         """Return the used columns of a table. Raise ConfigurationError if the table lacks any."""
@@ -137,6 +141,15 @@ class Columns:
             series = frame[name]
             if kind == "number":
                 cleaned[name] = _as_numbers(series, what)
+                was = name in (self.durations or ())
+                if self.durations is not None and was != _is_duration(series) and series.notna().any():
+                    has, had, hint = ("durations", "numbers", "series.dt.total_seconds()")
+                    if was:
+                        has, had, hint = ("numbers", "durations", "pd.to_timedelta(series, unit='h')")
+                    raise ConfigurationError(
+                        f"column {name!r} of {what} has {has}, but had {had} in training, so their unit is unknown. "
+                        f"Pass {had}, such as {hint}."
+                    )
             elif kind == "boolean":
                 cleaned[name] = np.array([_BOOLEANS.get(str(value).lower(), np.nan) for value in series], dtype=float)
                 if self.learnt:
@@ -220,8 +233,12 @@ def floats(series: pd.Series) -> Rows:
         return floats(series.map(lambda value: np.inf if isinstance(value, int) and abs(value) > largest else value))
 
 
+def _is_duration(series: pd.Series) -> bool:
+    return types.infer_dtype(series, skipna=True).startswith("timedelta")
+
+
 def _as_numbers(series: pd.Series, what: str) -> Rows:
-    if types.infer_dtype(series, skipna=True).startswith("timedelta"):
+    if _is_duration(series):
         series = pd.to_timedelta(series.astype(object)).dt.total_seconds()
     numbers = floats(series)
     invalid = np.isnan(numbers) & series.notna()

@@ -68,8 +68,8 @@ class Summary:
     optimizer_bytes: int
     """Size of the optimizer's state after a step, in bytes."""
     activation_bytes: int
-    """Size in bytes of the tensors, other than weights, that autograd keeps from forward to backward. Each tensor
-    counts once."""
+    """Size in bytes of the tensors, other than weights and the batch, that autograd keeps from forward to backward.
+    Each tensor counts once."""
     batch_bytes: int
     not_optimized: int = 0
     """Number of parameters that require gradients but are in no optimizer."""
@@ -177,7 +177,7 @@ def _summary_of(
     if any(map(is_lazy, own_parameters(model))):
         with torch.no_grad(), evaluating(model), precision:
             model(batch) if is_input else loss_of(model.get_loss(batch, criterion, device), 1)
-    with _shapes_of(model) as shapes, counter, _saved_bytes(model) as activations:
+    with _shapes_of(model) as shapes, counter, _saved_bytes(model, batch) as activations:
         with precision:
             samples = count_samples(batch) or 0
             output = model(batch) if is_input else loss_of(model.get_loss(batch, criterion, device), samples)
@@ -264,19 +264,19 @@ def _shapes_of(model: nn.Module) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def _saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
+def _saved_bytes(model: nn.Module, batch: Any) -> Iterator[Callable[[], int]]:
     """Return a context.
 
-    Its value is a function that returns the bytes that autograd keeps for backward, without weights.
+    Its value is a function that returns the bytes that autograd keeps for backward, without weights and the batch.
     """
-    own = [part for t in (*own_parameters(model), *model.buffers()) for part in dense_parts(t)]
-    weights = {part.untyped_storage().data_ptr() for part in own}
+    own = [part for t in (*own_parameters(model), *model.buffers(), *tensors_of(batch)) for part in dense_parts(t)]
+    counted = {part.untyped_storage().data_ptr() for part in own}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         for part in dense_parts(tensor):
             storage = part.untyped_storage()
-            if storage.data_ptr() not in weights:
+            if storage.data_ptr() not in counted:
                 kept[storage.data_ptr()] = max(kept.get(storage.data_ptr(), 0), storage.nbytes())
         return tensor
 
@@ -297,6 +297,8 @@ def _optimizer_bytes(optimizer: Any) -> int:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    parts = [part for tensor in tensors for part in dense_parts(tensor)]
-    storages = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in parts}
-    return sum(storages.values())
+    # By their own addresses: several tensors may be parts of one storage, such as the weights of an LSTM on a GPU.
+    sizes: dict[int, int] = {}
+    for part in (part for tensor in tensors for part in dense_parts(tensor)):
+        sizes[part.data_ptr()] = max(sizes.get(part.data_ptr(), 0), part.numel() * part.element_size())
+    return sum(sizes.values())

@@ -13,7 +13,7 @@ import numpy as np
 
 from trainloop._support.distribution import pip_install
 from trainloop.errors import ConfigurationError
-from trainloop.extending import warn
+from trainloop.extending import lower_is_better, warn
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -58,7 +58,7 @@ class Scorer:
             warnings.simplefilter("ignore")
             model: _FixedPredictions
             if type_of_target(truth) == "multilabel-indicator":
-                model = _Labels(rows)
+                model = _Labels(rows, bool((truth.sum(axis=1) == 1).all()))
             elif classes is None and (rows.ndim != 2 or rows.shape[1] == 1 or truth.ndim == 2):
                 model = _Numbers(_without_unit_columns(rows))
             else:
@@ -74,6 +74,13 @@ class Scorer:
                 return float(self.score_model(model, None, truth))
             except ConfigurationError:
                 raise
+            except AttributeError as error:
+                if not isinstance(model, _Numbers):
+                    raise
+                raise ConfigurationError(
+                    f"{self.name} needs probabilities with a column for each class, but the predictions have shape "
+                    f"{rows.shape}. For two classes, return np.stack([1 - p, p], 1), where p is the probability of 1."
+                ) from error
             except ValueError as error:
                 undefined = error
         warn(f"the score {self.name!r} is undefined for these {len(truth)} rows, and counts as NaN: {undefined}")
@@ -85,8 +92,8 @@ def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -
 
     scikit-learn's scorers call a model. The returned function takes predictions instead: numbers or classes in one
     column, or probabilities, with one column for each of the classes 0, 1, 2 ... (for an estimator: of its
-    ``classes_``). If targets have several columns, such as labels of which a row may have several, predictions have the
-    same columns.
+    ``classes_``). If targets have several columns, such as labels of which a row may have several (a label counts as
+    predicted if its probability is above 0.5) or one-hot rows, predictions have the same columns.
 
     Parameters
     ----------
@@ -106,7 +113,12 @@ def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -
     Raises
     ------
     ConfigurationError
-        If there is no such scorer.
+        If there is no such scorer, or if lower is better for a function of scikit-learn.
+
+    Warns
+    -----
+    UserWarning
+        If lower is better for a function by its name.
 
     Examples
     --------
@@ -115,6 +127,17 @@ def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -
     """
     if callable(metric):
         own_name: str = getattr(metric, "__name__", type(metric).__name__)
+        if lower_is_better(own_name):
+            if getattr(metric, "__module__", "").startswith("sklearn."):
+                raise ConfigurationError(
+                    f"scorer: metric={own_name}: lower is better, but the greatest score counts as the best. Pass the "
+                    "name of a scorer, such as 'neg_mean_squared_error' or 'neg_log_loss', or a function that returns "
+                    "the negative value."
+                )
+            warn(
+                f"scorer: metric={own_name}: by its name, lower is better, but the greatest score counts as the best. "
+                "Return the negative value, or ignore this if the function does so."
+            )
         return Scorer(name or own_name, make_scorer(metric))
     if metric in _LACKING_CLASSES:
         return Scorer(name or metric, _LACKING_CLASSES[metric])
@@ -166,8 +189,8 @@ def ensemble_weights(
     Raises
     ------
     ConfigurationError
-        If there are no models, metrics or rounds, if predictions have another number of rows than ``y_true``, or if
-        they are NaN.
+        If there are no models, metrics or rounds, if predictions have another number of rows than ``y_true`` or
+        unequal shapes, or if they are NaN.
 
     Notes
     -----
@@ -179,6 +202,10 @@ def ensemble_weights(
         raise ConfigurationError(
             f"ensemble_weights: predictions have {lengths} rows, and there are {len(truth)} targets. Pass the "
             "predictions of one model or more for the rows of y_true."
+        )
+    if len(shapes := {each.shape for each in rows}) > 1:  # numpy would broadcast (n,) and (n, 1) to (n, n)
+        raise ConfigurationError(
+            f"ensemble_weights: predictions have the shapes {sorted(shapes)}. Pass predictions of the same shape."
         )
     missing = [int(np.isnan(each).reshape(len(each), -1).any(1).sum()) for each in rows if each.dtype.kind == "f"]
     if any(missing):
@@ -260,12 +287,25 @@ class _Numbers(RegressorMixin, _FixedPredictions):
 class _Labels(ClassifierMixin, _FixedPredictions):
     """A model whose predictions are probabilities of labels, of which a row may have several: a column for each."""
 
+    def __init__(self, predictions: Rows, one_label: bool) -> None:
+        super().__init__(predictions)
+        self.one_label = one_label
+
     @property
     def classes_(self) -> list[Rows]:
         return [np.array([0, 1])] * self.predictions.shape[1]
 
     def predict(self, x: object) -> Rows:
-        return (self.predictions > 0.5).astype(int)
+        rows = self.predictions
+        if (rows < 0).any() or (rows > 1).any():
+            raise ConfigurationError(
+                f"the score needs labels or their probabilities, but the predictions are numbers from {rows.min():.4g} "
+                f"to {rows.max():.4g}. Return probabilities from get_predictions, such as torch.sigmoid(logits); if "
+                "each row has one label, torch.softmax(logits, 1)."
+            )
+        if self.one_label and (np.abs(rows.sum(axis=1) - 1) <= _ROUNDING).all():  # one-hot rows of classes
+            return np.eye(rows.shape[1], dtype=int)[rows.argmax(axis=1)]
+        return (rows > 0.5).astype(int)
 
     def predict_proba(self, x: object) -> Rows:
         return self.predictions

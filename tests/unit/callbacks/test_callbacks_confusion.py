@@ -88,7 +88,7 @@ def test_kinds_of_rows(make: Any) -> None:
             "predictions are numbers, of which each would count as a class",
         ),
         (torch.tensor([-100, 0]), torch.tensor([0, 1]), "y_pred that get_predictions returned are not classes"),
-        (torch.zeros(2, 3, 4), torch.tensor([0, 1]), "predictions have shape (6,), but targets have shape (2,)"),
+        (torch.zeros(2, 3, 4), torch.tensor([0, 1]), "predictions have shape (2, 3), but targets have shape (2,)"),
         (["cat", "dog"], torch.tensor([0, 1]), "y_pred that get_predictions returned are not classes"),
         (torch.tensor([0, 1, 1]), torch.tensor([0, 1]), "predictions have shape (3,), but targets have shape (2,)"),
     ],

@@ -7,6 +7,7 @@ import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,29 @@ def test_throughput_is_samples_over_seconds(accumulation: int) -> None:
     # A step of whole batches: one product forward, one backward for the weights.
     assert monitor.flops_per_step == accumulation * 2 * (16 * 2 * 8 * 3)
     assert history["throughput/mfu"][-1] == pytest.approx(history["throughput/flops_per_s"][-1] / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),  # a seventh of an A100
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA RTX A3000 Laptop GPU", None),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("Tesla T4", 65e12),
+    ],
+)
+def test_the_peak_is_that_of_the_gpu(gpu: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    monitor = ThroughputMonitor()
+    monitor.train_loop_obj = SimpleNamespace(device=torch.device("cuda"))  # type: ignore[assignment]
+    monitor.on_train_begin()
+    assert monitor.peak_flops == peak
 
 
 def test_throughput_has_step_values_by_windows() -> None:

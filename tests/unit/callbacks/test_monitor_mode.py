@@ -24,9 +24,9 @@ LOWER = """loss val_loss loss_kl ema_val_loss train_error val_rmse mae MSE nll t
 HIGHER = """accuracy val_accuracy Accuracy valAccuracy acc f1 val_f1_macro auroc val/auc mAP map50 mIoU precision
     recall@10 r2 r2_score bleu4 test_top1 score train_end_val_accuracy episode_reward
     val_neg_log_loss neg_mean_squared_error neg_mean_poisson_deviance neg_negative_likelihood_ratio
-    d2_absolute_error_score d2_log_loss_score explained_variance val_explained_variance
+    val_neg_rmse negative_mse d2_absolute_error_score d2_log_loss_score explained_variance val_explained_variance
     val_pearson val_spearman_corr sharpe""".split()
-UNKNOWN = ["grad_norm", "lr", "seconds", "weight", "mse_accuracy", "x"]
+UNKNOWN = ["grad_norm", "lr", "seconds", "weight", "mse_accuracy", "davies_bouldin_score", "x"]
 
 
 @pytest.mark.parametrize("name", LOWER)

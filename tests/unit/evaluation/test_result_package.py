@@ -102,6 +102,7 @@ def test_two_columns_of_logits_are_ranked_by_their_difference() -> None:
         assert rp.roc_auc(logits, signs) == pytest.approx(skm.roc_auc_score(y_true, chances[:, 1]))
         assert rp.pr_auc(chances.log(), signs) == pytest.approx(rp.pr_auc(chances, y_true))
     assert rp.binary_classification(np.full((N, 2), np.nan), y_true)["recall"] == 0  # diverged
+    assert rp.binary_classification(2 * y_true - 1, y_true)["accuracy"] == 1
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,15 @@ def test_two_columns_of_logits_are_ranked_by_their_difference() -> None:
         (rp.roc_auc, np.ones((4, 3)), [0, 1, 0, 1], r"predictions have shape \(4, 3\), but scores of two classes have"),
         (rp.binary_classification, [[2.0, 1.0], [0.1, 3.0]], [0, 1], "two columns that are not probabilities"),
         (rp.mse, np.ones((2, 3)), np.ones((3, 2)), r"shape \(2, 3\), but targets have shape \(3, 2\)"),
+        (rp.binary_classification, [-2.0, 0.3, 0.4], [0, 1, 1], r"from -2 to 0.4, .*partial\(.*threshold=0.0\)"),
+        (rp.mse, np.ones((4, 3, 2, 2)), np.ones((4, 2, 2, 3)), r"shape \(4, 3, 2, 2\), but targets have shape"),
+        (rp.accuracy, np.ones((4, 3, 2), int), np.ones((4, 2, 3), int), "Pass one prediction for each target"),
+        (rp.accuracy, 2.5 * np.eye(3), [1, 2, 3], "score for each of the classes 0 to 2, which are never equal to 3"),
+        (rp.f1, np.eye(2), ["a", "b"], "never equal to 'a'"),
+        (rp.accuracy, [True, False], [1, -1], "predictions are True or False, which are never equal to -1"),
+        (rp.accuracy, [1, -1], [True, False], "targets are True or False, which are never equal to -1"),
+        (rp.accuracy, [[0, 1], [1, 0]], [[0, 1], [1, -100]], "targets contain -100, which nn.CrossEntropyLoss ignores"),
+        (rp.recall, [0, 1, 2], [[0, 7], [1, 3], [2, 9]], r"targets have shape \(3, 2\), but are not one-hot"),
     ],
 )
 def test_scores_that_would_be_taken_for_something_else(metric: Any, y_pred: Any, y_true: Any, what: str) -> None:
@@ -144,6 +154,8 @@ def test_regression_is_that_of_scikit_learn() -> None:
     half = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     assert rp.mse(half, [1.0, 4.0]) == 2.0
     assert np.isnan(rp.r2([1.0, 2.0], [3.0, 3.0]))
+    images = rng(1).random((4, 1, 3, 2))
+    assert rp.mse(images.reshape(4, 6), images) == rp.mse(images[:, 0], images) == 0
 
 
 @pytest.mark.parametrize("metric", [rp.mse, rp.accuracy])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import pickle
 from contextlib import nullcontext
 from decimal import Decimal
 from typing import Any
@@ -192,6 +193,17 @@ def test_ints_larger_than_any_float_are_missing_like_infinity() -> None:
 def test_values_that_are_no_dates_are_missing_at_prediction(values: list[Any], dtype: str) -> None:
     frame = pd.DataFrame({"when": pd.Series(values, dtype=dtype)})
     assert Columns({"when": "date"}, {}).clean(frame).isna().all(axis=None)
+
+
+def test_durations_and_numbers_of_an_unknown_unit_are_not_mixed() -> None:
+    hours = pd.DataFrame({"x": [1.0, 2.0, 3.0]})
+    spans = pd.DataFrame({"x": pd.to_timedelta(hours["x"], unit="h")})
+    assert Columns.learn(spans).clean(spans)["x"].tolist() == [3600, 7200, 10800]
+    for learnt, other, had in ((hours, spans, "numbers"), (spans, hours, "durations")):
+        columns = pickle.loads(pickle.dumps(Columns.learn(learnt)))
+        assert columns.clean(learnt.assign(x=None)).isna().all(axis=None)
+        with pytest.raises(ConfigurationError, match=f"column 'x' of data has .*, but had {had} in training"):
+            columns.clean(other)
 
 
 @pytest.mark.parametrize("value", [[1], {}, np.zeros(2)])

@@ -285,6 +285,8 @@ def test_another_optimizer_s_scheduler() -> None:
             "gets the loop's optimizer. Leave it out",
         ),
         (lambda: LearningRateMonitor(0), "LearningRateMonitor: every_n_steps=0: must be an int of 1 or more"),
+        (lambda: warmup.LinearWithWarmupScheduler(0.1), "num_warmup_steps=0.1: must be a number of optimizer"),  # type: ignore[arg-type]
+        (lambda: warmup.CosineWithWarmupScheduler(0, 0.5), "num_training_steps=0.5: must be a number of"),  # type: ignore[arg-type]
         (lambda: warmup.ConstantWithWarmupScheduler(-1), "num_warmup_steps=-1: must be a number of 0 or more"),
         (lambda: warmup.LinearWithWarmupScheduler("5"), "num_warmup_steps='5': must be a number of 0 or more"),  # type: ignore[arg-type]
         (lambda: warmup.LinearWithWarmupScheduler(1, "9"), "num_training_steps='9': must be a number"),  # type: ignore[arg-type]

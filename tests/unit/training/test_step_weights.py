@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import numpy as np
@@ -141,6 +142,19 @@ def test_a_weight_may_be_any_number(weight: Any, parts: bool) -> None:
         return [*loop.history["loss"], *loop.history["val_loss"]]
 
     assert losses(weight) == pytest.approx(losses(5.0), rel=1e-6)
+
+
+@pytest.mark.parametrize("weight", [0.25, torch.tensor(0.25), 5, torch.tensor(1.0)])
+def test_a_weight_that_may_be_a_metric_is_warned_of(weight: Any) -> None:
+    model = Weighted()
+    model.weight = weight
+    loop = TrainLoop(model, DataLoader(make_data(), 16), optimizer=optim.SGD(model.parameters(), 0.1))
+    loop.criterion = nn.CrossEntropyLoss()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        loop.fit(num_epochs=1)
+    found = ["with the weight 0.25. The weight is the number of units" in str(warning.message) for warning in seen]
+    assert sum(found) == (float(weight) == 0.25)
 
 
 class WeighsNothing(Net):

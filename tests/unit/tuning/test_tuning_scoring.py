@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from kit.tuning_kinds import make_scaled, rows
 from sklearn.linear_model import LinearRegression, LogisticRegression
-from sklearn.metrics import accuracy_score, f1_score, get_scorer, r2_score, roc_auc_score
+from sklearn.metrics import accuracy_score, f1_score, get_scorer, mean_squared_error, r2_score, roc_auc_score
 
 from trainloop.callbacks import TimeLimit
 from trainloop.errors import ConfigurationError
@@ -63,6 +63,14 @@ def test_classes_may_have_names_and_metrics_be_functions() -> None:
         assert np.isnan(scorer("f1")(["no", "yes"], [[0.9, 0.1], [0.2, 0.8]], classes=["no", "yes"]))
     with pytest.raises(ConfigurationError, match="metric='auc': scikit-learn has no such scorer"):
         scorer("auc")
+    with pytest.raises(ConfigurationError, match="metric=mean_squared_error: lower is better, but the greatest"):
+        scorer(mean_squared_error)
+
+    def my_error(y_true: Any, y_pred: Any) -> float:
+        return -float(np.abs(y_true - y_pred).mean())
+
+    with pytest.warns(UserWarning, match="metric=my_error: by its name, lower is better"):
+        assert scorer(my_error)([0.0, 1.0], [1.0, 1.0]) == -0.5
 
 
 @pytest.mark.parametrize("labels", [[-1, 1], [1, 2], ["no", "yes"], [3, 5, 9]], ids=str)
@@ -88,6 +96,7 @@ def test_outputs_in_several_columns_are_scored_as_they_are() -> None:
     assert scorer("roc_auc")(labels, chances) == pytest.approx(roc_auc_score(labels, chances))
     assert scorer("f1_macro")(labels, chances) == pytest.approx(f1_score(labels, chances > 0.5, average="macro"))
     assert scorer("accuracy")(labels, chances) == pytest.approx(accuracy_score(labels, chances > 0.5))
+    assert scorer("accuracy")(np.eye(3, dtype=int)[[0, 1]], [[0.4, 0.3, 0.3], [0.4, 0.3, 0.3]]) == 0.5  # one-hot
 
 
 @pytest.mark.parametrize(
@@ -102,6 +111,9 @@ def test_outputs_in_several_columns_are_scored_as_they_are() -> None:
         ("accuracy", ["no", "yes"], [[0.9, 0.1], [0.2, 0.8]], "accuracy: y_true contains 'no'"),
         ("neg_log_loss", [0, 1], [[3.0, -1.0], [0.2, 0.8]], r"needs probabilities, .* numbers from -1 to 3, .*softmax"),
         ("roc_auc", [0, 1], [[3.0, 1.0], [0.2, 0.8]], "the sums of rows go from 1 to 4"),
+        ("accuracy", [[1, 1], [0, 1]], [[0.3, 0.2], [-0.1, 0.4]], r"numbers from -0.1 to 0.4\..*torch.sigmoid"),
+        ("neg_log_loss", [0, 1], [0.1, 0.8], r"needs probabilities with a column .* have shape \(2,\)"),
+        ("roc_auc", [0, 1], [[0.1], [0.8]], r"needs probabilities with a column .* have shape \(2, 1\)"),
     ],
 )
 def test_columns_that_are_no_probabilities_of_the_classes(name: str, labels: Any, predictions: Any, what: str) -> None:
@@ -135,10 +147,11 @@ def test_what_gives_no_weights_is_an_error() -> None:
     for predictions, metrics, kind in (
         ([], [scorer("r2")], {}),
         ([right, np.zeros(3)], [scorer("r2")], {}),
+        ([right, right[:, None]], [scorer("r2")], {}),
         ([right], [], {}),
         ([right], [scorer("r2")], {"rounds": 0}),
     ):
-        with pytest.raises(ConfigurationError, match=r"ensemble_weights: .*1 or more|predictions have \[.*\] rows"):
+        with pytest.raises(ConfigurationError, match=r"ensemble_weights: .*(1 or more|\] rows|have the shapes)"):
             ensemble_weights(predictions, truth, *metrics, **kind)
     with pytest.raises(ConfigurationError, match=r"\[0, 1\] rows of the predictions are NaN"):
         ensemble_weights([right, np.array([0.0, np.nan])], truth, scorer("accuracy"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
@@ -154,10 +155,18 @@ class Profiler(AbstractCallback):
 # Peak 16-bit FLOPs per second without sparsity, from NVIDIA's data sheets. The first key that a GPU's name contains
 # applies.
 _PEAKS = {
-    "GB200": 2.5e15, "B200": 2.25e15, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
-    "GH200": 989e12, "A100": 312e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12,
-    "L4": 121e12, "V100": 125e12, "T4": 65e12,
+    "GB200": 2.5e15, "B200": 2.25e15, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
+    "H100": 989e12, "GH200": 989e12, "A100": 312e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12,
+    "L40": 181e12, "L4": 121e12, "V100": 125e12, "V100S": 130e12, "T4": 65e12,
 }  # fmt: skip
+
+
+def _peak_of(name: str) -> float | None:
+    """Return the peak FLOPs of a GPU; None if its name is unknown, or is that of a MIG instance, a part of a GPU."""
+    if "MIG" in name:
+        return None
+    # Whole words: an RTX A1000 is no A100.
+    return next((peak for words, peak in _PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 class _Reading(NamedTuple):
@@ -192,7 +201,8 @@ class ThroughputMonitor(AbstractCallback):
         Count the FLOPs of the first step, forward and backward, with ``torch.utils.flop_counter``, and assume the same
         number for every step. Can't be used with ``compile``.
     peak_flops : float, optional
-        Peak FLOPs per second of one device. Default: NVIDIA's value for 16-bit floats, if the GPU is known.
+        Peak FLOPs per second of one device. Default: NVIDIA's value for 16-bit floats, if the GPU is known
+        and is no MIG instance.
 
     Examples
     --------
@@ -231,8 +241,7 @@ class ThroughputMonitor(AbstractCallback):
                 "ThroughputMonitor(flops=True) with compile: FLOPs can't be counted in compiled code. Leave flops out."
             )
         if self.peak_flops is None and loop.device.type == "cuda":
-            name = torch.cuda.get_device_name(loop.device)
-            self.peak_flops = next((peak for word, peak in _PEAKS.items() if word in name), None)
+            self.peak_flops = _peak_of(torch.cuda.get_device_name(loop.device))
 
     def on_epoch_begin(self) -> None:
         self._windows = 0

@@ -247,9 +247,9 @@ class ExponentialMovingAverage(WeightAverage):
         Optimizer steps before averaging starts; until then, the average equals the weights.
     warmup : bool or float or callable
         Let the decay grow at the beginning. The decay of an update after ``n`` earlier updates is then
-        ``min(decay, 1 - (1 + n) ** -power)``. The power is ``warmup`` or, for True, 2/3, as in timm, diffusers
-        (``use_ema_warmup``) and ema_pytorch. A function takes ``n`` and returns the decay, which is limited by
-        ``decay``.
+        ``min(decay, 1 - (1 + n) ** -power)``. The power is ``warmup`` (at most 1, a mean of all weights) or, for True,
+        2/3, as in timm, diffusers (``use_ema_warmup``) and ema_pytorch. A function takes ``n`` and returns the decay,
+        which is limited by ``decay``.
     start_from : {'first', 'initial'}
         Start of the average: ``'first'`` is a copy of the weights at the first update, as in torch's ``AveragedModel``;
         ``'initial'`` are the weights before training, as in DDPM, DINO and timm. With ``start_step``, the average
@@ -296,11 +296,12 @@ class ExponentialMovingAverage(WeightAverage):
             )
         if not callable(self.warmup) and not isinstance(self.warmup, bool):
             try:
-                self.warmup = number_of("ExponentialMovingAverage", "warmup", self.warmup, least=0)
+                self.warmup = number_of("ExponentialMovingAverage", "warmup", self.warmup, least=0, most=1)
             except ConfigurationError:
                 raise ConfigurationError(
-                    f"ExponentialMovingAverage: warmup={self.warmup!r}: must be True, False, a power above 0, or a "
-                    "function that takes the number of updates and returns the decay."
+                    f"ExponentialMovingAverage: warmup={self.warmup!r}: must be True, False, a power above 0 and "
+                    "at most 1 (not a number of steps), or a function that takes the number of updates and returns the "
+                    "decay."
                 ) from None
         check_counts(self, "every_n_steps")
         check_counts(self, "start_step", least=0)

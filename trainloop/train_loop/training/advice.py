@@ -39,6 +39,7 @@ class Advice:
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
         self._given: set[str] = set()
+        self._saw_weight = False
         self._skipped = _Skipped()
         self._hooks: dict[nn.Module, int] = {}  # number of forward hooks of each part of a compiled model
 
@@ -176,8 +177,20 @@ class Advice:
         )
 
     def sums(self, read: BatchLoss, count: int) -> None:
-        """Warn if the loss of one of ``count`` micro-batches is a sum that neither model nor criterion declares."""
+        """Warn if the loss of one of ``count`` micro-batches is a sum that neither model nor criterion declares.
+
+        Also warn if the weight of the loss may be a metric, whose zeros would leave batches out.
+        """
         loop = self._run.loop
+        if read.explicit and not self._saw_weight:
+            self._saw_weight = True  # a tensor on a GPU is read once only
+            if 0 < (weight := float(read.units)) < 1:
+                self.once(
+                    "weight",
+                    f"get_loss returned (loss, weight) with the weight {weight:.4g}. The weight is the number of units "
+                    "that the loss is a mean over, and batches with a smaller weight count less. If it is a metric, "
+                    "such as an accuracy, call self.log('accuracy', value) and return only the loss.",
+                )
         declared = getattr(loop.model, "loss_reduction", None) is not None or self._run.gradients.sums is not None
         if declared or read.units is not None or not self._is_averaged(count):
             return
