@@ -114,11 +114,9 @@ def state_like(parameter: Any, value: Tensor) -> Any:
         return value
     if value.shape == parameter.shape:
         return shard_like(value, parameter)
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = parameter.device_mesh
-    full = value.detach().to(parameter.to_local().device, copy=True)
-    return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    full = parameter.detach().new_empty(value.shape, dtype=value.dtype)  # on the device of the shards
+    full.to_local().copy_(value)
+    return full
 
 
 def without_terms(tensor: Any) -> Any:
