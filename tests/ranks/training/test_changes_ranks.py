@@ -97,7 +97,7 @@ def test_a_run_in_ranks_resumed_after_a_change_is_the_uninterrupted_one(change: 
 
 
 class Factored(torch.optim.Optimizer):
-    """Has a statistic for each row of a parameter, or of a rank's shard of it."""
+    """Has a statistic for each row of a parameter, or of a rank's shard of it; the last ones are in a list."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
@@ -109,7 +109,9 @@ class Factored(torch.optim.Optimizer):
             squares = gradient.pow(2).flatten(1).mean(1) if gradient.ndim > 1 else gradient.pow(2)
             state = self.state[p]
             state["rows"] = squares if "rows" not in state else 0.9 * state["rows"] + 0.1 * squares
-            own.sub_(0.05 * gradient / (state["rows"].sqrt() + 1e-3).reshape(-1, *[1] * (gradient.ndim - 1)))
+            state["last"] = [*state.get("last", [])[-1:], state["rows"].clone()]
+            rows = sum(state["last"])
+            own.sub_(0.05 * gradient / (rows.sqrt() + 1e-3).reshape(-1, *[1] * (gradient.ndim - 1)))
 
 
 @pytest.mark.long

@@ -97,20 +97,22 @@ def _feed_state(run: TrainingRun) -> dict[str, Any]:
     return {**state, "generators": generators, "workers": persistent_workers(loader) is not None, "position": None}
 
 
-def own_optimizer_states(loop: LoopState) -> list[dict[str, dict[str, torch.Tensor]]]:
+def own_optimizer_states(loop: LoopState) -> list[dict[str, dict[str, Any]]]:
     """Return this rank's state of sharded parameters that is not sharded like them, by optimizer and parameter.
 
-    A factored optimizer has, for each shard, statistics of its rows and columns. They are different on each rank, and
-    can't be joined. The list is empty if there is no such state, as in all modes but ``fsdp``.
+    A factored optimizer has, for each shard, statistics of its rows and columns, maybe in lists. They are different on
+    each rank, and can't be joined. The list is empty if there is no such state, as in all modes but ``fsdp``.
     """
-    found: list[dict[str, dict[str, torch.Tensor]]] = []
+    found: list[dict[str, dict[str, Any]]] = []
     for optimizer in all_optimizers(loop.optimizer):
-        own: dict[str, dict[str, torch.Tensor]] = {}
+        own: dict[str, dict[str, Any]] = {}
         for i, p in enumerate(parameters_of(optimizer)):
             state = optimizer.state.get(p) if is_sharded(p) else None
             for key, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, torch.Tensor) and value.ndim and not is_sharded(value):
-                    own.setdefault(str(i), {})[key] = value.detach()
+                tensors: list[torch.Tensor] = []
+                map_tensors(value, tensors.append)
+                if any(tensor.ndim for tensor in tensors) and not any(map(is_sharded, tensors)):
+                    own.setdefault(str(i), {})[key] = map_tensors(value, torch.Tensor.detach)
         found.append(own)
     return found if any(found) else []
 

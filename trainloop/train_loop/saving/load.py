@@ -26,7 +26,7 @@ from trainloop.errors import CheckpointError
 from trainloop.optim.optimizers import all_optimizers, inner_optimizers, optimizers_of, parameters_of
 from trainloop.optim.parameters import criterion_module, trained_modules
 from trainloop.optim.states import load_optimizer_state_dict, saved_groups
-from trainloop.parallel.sharded.shards import map_items, state_like
+from trainloop.parallel.sharded.shards import map_items, map_tensors, state_like
 from trainloop.train_loop.progress.ending import end_that_holds
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun
@@ -279,7 +279,7 @@ def put_own_optimizer_states(loop: LoopState, everyone: list[Any]) -> None:
         parameters = parameters_of(optimizer)
         for i, values in own.items():
             for key, value in values.items():
-                optimizer.state[parameters[int(i)]][key] = value.clone()
+                optimizer.state[parameters[int(i)]][key] = map_tensors(value, torch.Tensor.clone)
 
 
 def _load_rank_states(loop: LoopState, ranks: list[dict[str, Any]], *, same_ranks: bool) -> None:
