@@ -65,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         title, part = PARTS[name]
         lines += [heading(title), *part(size, given.out)]
     note = (
-        f"The tables have medians of {size.rounds} rounds,\nwith one thread per process. Ratios are relative to the "
-        "hand-written PyTorch loop."
+        f"The tables have medians of {size.rounds} rounds;\neach loop has a process of its own, with one thread. "
+        "Ratios are relative to the hand-written PyTorch loop."
     )
     page.write(given.out, size, note, lines)
     if not given.only:

@@ -112,7 +112,7 @@ def of_ranks(ranks: int, size: Size, title: str, note: str, steps: int, **aims: 
         "trainloop": partial(with_trainloop, work.MLP(), steps, ranks),
         "trainloop, 10 metrics": partial(with_trainloop, work.Logging(), steps, ranks),
     }
-    table = Table(f"DDP, {title}", note.format(steps), steps=steps, **aims)
+    table = Table(f"DDP, {title}", note.format(steps), steps=steps, own_process=False, **aims)
     return interleaved(contenders, table, size, warm_up=0)
 
 

@@ -90,6 +90,7 @@ def tables(size: Size) -> list[Table]:
             "The time of an import in a fresh interpreter. ``PyTorch`` is ``import torch``. The aim is at most 120 ms\n"
             "more than that.",
             unit="ms",
+            own_process=False,
         ),
         size,
     )

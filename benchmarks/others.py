@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
@@ -139,4 +140,14 @@ def installed() -> dict[str, Train]:
         "Accelerate": ("accelerate", with_accelerate),
         "Lightning": ("lightning", with_lightning),
     }
-    return {name: make() for name, (module, make) in makers.items() if importlib.util.find_spec(module)}
+    return {name: later(make) for name, (module, make) in makers.items() if importlib.util.find_spec(module)}
+
+
+def later(make: Callable[[], Train]) -> Train:
+    """Return what ``make`` returns, made at the first call: other contenders' processes do without the library."""
+    made = functools.cache(make)
+
+    def run(model: nn.Module, loader: DataLoader[Any], epochs: int) -> None:
+        made()(model, loader, epochs)
+
+    return run

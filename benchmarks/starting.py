@@ -238,6 +238,7 @@ def whole_script(ranks: int, size: Size) -> Table:
         f"The whole script, {'two' if ranks == 2 else ranks} ranks",
         note,
         unit="s",
+        own_process=False,
         aims={"trainloop, fork server": 0.95},
     )
     return interleaved({name: partial(once, *script) for name, script in scripts.items()}, table, size, warm_up=0)

@@ -127,7 +127,7 @@ def tables(size: Size) -> list[Table]:
         **others.installed(),
     }
     if lightning:
-        in_memory["Lightning, bar"] = others.with_lightning(bar=True)
+        in_memory["Lightning, bar"] = others.later(partial(others.with_lightning, bar=True))
     logging: dict[str, Callable[..., float | None]] = {
         BY_HAND: by_hand,
         FLOOR_WITH_TENSORBOARD: partial(at_the_floor, metrics=10),
@@ -136,7 +136,7 @@ def tables(size: Size) -> list[Table]:
         "trainloop, 10 metrics, TensorBoard": partial(with_trainloop, tensorboard=True),
     }
     if lightning:
-        logging["Lightning, 10 metrics"] = others.with_lightning(metrics=10)
+        logging["Lightning, 10 metrics"] = others.later(partial(others.with_lightning, metrics=10))
     pair: dict[str, Callable[..., float | None]] = {BY_HAND: by_hand, "trainloop": with_trainloop}
     return [
         compare(

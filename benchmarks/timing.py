@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
+from multiprocessing.connection import Connection
 
 from benchmarks.pages import Size
 
@@ -24,10 +28,10 @@ class Table:
     unit: str = "µs a step"
     seconds: dict[str, list[float]] = field(default_factory=dict)
     cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Of this process, all its threads: what the contender itself used, however busy the machine is."""
+    """Of the contender's process, all its threads: what it used itself, however busy the machine is."""
     steps: int = 1
-    in_process: bool = True
-    """Whether the work is done in this very process, so that its CPU time can be told."""
+    own_process: bool = True
+    """Whether each contender has a process of its own. False for contenders that start processes themselves."""
     aims: dict[str, float] = field(default_factory=dict)
     """What a contender's ratio is meant to stay under."""
     base: str = BY_HAND
@@ -133,34 +137,73 @@ def rule_of(widths: Sequence[int]) -> str:
     return " ".join("=" * width for width in widths)
 
 
-def interleaved(
-    contenders: Mapping[str, Callable[[], float | tuple[float, float] | None]],
-    table: Table,
-    size: Size,
-    *,
-    warm_up: int = 1,
-) -> Table:
+Own = float | tuple[float, float] | None
+"""The seconds that a contender took, or these and its CPU seconds; None if its caller is to measure them."""
+
+
+def interleaved(contenders: Mapping[str, Callable[[], Own]], table: Table, size: Size, *, warm_up: int = 1) -> Table:
     """Time each contender once a round, in an order that turns by one each round.
 
-    A contender does ``table.steps`` steps. It may return the seconds that it took, or these and its CPU seconds, where
-    it knows better than its caller (a rank in another process, say).
+    A contender does ``table.steps`` steps. What one leaves in its process, another must not pay for: once torch has
+    compiled anything, for example, it patches all optimizers, and later steps take 3 to 5 % longer.
     """
     names = list(contenders)
     warm_up = 0 if size.tiny else warm_up
-    for turn in range(size.rounds + warm_up):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            gc.collect()
-            start, cpu_start = time.perf_counter(), time.process_time()
-            own = contenders[name]()
-            seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
-            if turn < warm_up:
-                continue
-            if isinstance(own, tuple):
-                seconds, cpu = own
-            elif own is not None:
-                seconds = own
-            table.seconds.setdefault(name, []).append(seconds)
-            if isinstance(own, tuple) or (own is None and table.in_process):
-                table.cpu_seconds.setdefault(name, []).append(cpu)
+    with contextlib.ExitStack() as processes:
+        timed: dict[str, Callable[[], tuple[float, float | None]]] = {
+            name: processes.enter_context(_in_own_process(run)) if table.own_process else partial(_timed, run)
+            for name, run in contenders.items()
+        }
+        for turn in range(size.rounds + warm_up):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                seconds, cpu = timed[name]()
+                if turn < warm_up:
+                    continue
+                table.seconds.setdefault(name, []).append(seconds)
+                if cpu is not None:
+                    table.cpu_seconds.setdefault(name, []).append(cpu)
     print(table.text(), flush=True)
     return table
+
+
+def _timed(contender: Callable[[], Own]) -> tuple[float, float | None]:
+    """Return the seconds that a contender takes, and its CPU seconds if they are known."""
+    gc.collect()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    own = contender()
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
+    if isinstance(own, tuple):
+        return own
+    return (seconds, cpu) if own is None else (own, None)
+
+
+@contextlib.contextmanager
+def _in_own_process(contender: Callable[[], Own]) -> Iterator[Callable[[], tuple[float, float | None]]]:
+    """Yield a function that times the contender, which stays in one child of this process."""
+    context = multiprocessing.get_context("fork")  # with the contender's data, and without what another has left
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_serve, args=(contender, ours, theirs))
+    child.start()
+    theirs.close()
+
+    def time_once() -> tuple[float, float | None]:
+        ours.send(None)
+        answer: tuple[float, float | None] = ours.recv()
+        return answer
+
+    try:
+        yield time_once
+    finally:
+        ours.close()
+        child.join()
+
+
+def _serve(contender: Callable[[], Own], ours: Connection, theirs: Connection) -> None:
+    """Time the contender each time that the parent asks, until it closes its end of the pipe."""
+    ours.close()
+    while True:
+        try:
+            theirs.recv()
+        except EOFError:
+            return
+        theirs.send(_timed(contender))
