@@ -71,6 +71,10 @@ def parse_devices(devices: object, count: int) -> list[int]:
     >>> parse_devices("3", count=4), parse_devices("3,", count=4)
     ([0, 1, 2], [3])
     """
+    visible = whole_number(count)
+    if visible is None or visible < 0:
+        raise DeviceError(f"count={count!r}: must be the number of visible devices, 0 or more.")
+    count = visible
     request = _read_text(devices) if isinstance(devices, str) else devices
     if isinstance(request, Sequence) and not isinstance(request, (str, bytes, bytearray, memoryview)):
         return _indices(request, devices, count)

@@ -152,6 +152,8 @@ def plan(
     """
     num_trials = checked_count("num_trials", num_trials, least=1)
     num_bag_folds = checked_count("num_bag_folds", num_bag_folds, least=0)
+    if not isinstance(parallel_folds, bool):
+        raise ResourceError(f"parallel_folds={parallel_folds!r}: must be True or False.")
     bagging = num_bag_folds > 1
     if per_bag is not None and not bagging:
         warn(

@@ -16,7 +16,7 @@ from trainloop._launch.failures import is_about_memory
 from trainloop.callbacks.arguments import count_of
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.data.loader.loader_copies import copy_loader
-from trainloop.data.loader.loaders import is_stream, plain_batches
+from trainloop.data.loader.loaders import is_distributed, is_stream, plain_batches
 from trainloop.data.order.samplers import length_of
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
@@ -98,9 +98,9 @@ def find_batch_size(
         for name, value in (("smallest", smallest), ("largest", largest))
     )
     steps = count_of("find_batch_size", "steps", steps, 2)
-    processes = len(loop.run_config.devices) if has_ranks(loop.gpu_mode) else 1
+    shards = len(loop.run_config.devices) if has_ranks(loop.gpu_mode) and not is_distributed(loader) else 1
     samples = None if is_stream(loader) else length_of(loader.sampler)
-    most = max(1, samples // processes) if samples is not None else None
+    most = max(1, samples // shards) if samples is not None else None
     if largest is not None:
         most = min(largest, most or largest)
     size = min(smallest or loader.batch_size, most or smallest or loader.batch_size)
@@ -129,7 +129,9 @@ def _samples_per_second(loop: TrainLoop[Any], size: int, steps: int, doubtful: l
     """Return samples per second; ``None`` if memory ran out. ``doubtful`` gets an error that may have another cause."""
     clock = _Clock()
     loader: Any = loop.train_loader
-    batches = BatchSampler(loader.batch_sampler.sampler, size, loader.batch_sampler.drop_last)
+    # Only whole batches are timed; a stream may have fewer samples than one.
+    drop_last = loader.batch_sampler.drop_last or not is_stream(loader)
+    batches = BatchSampler(loader.batch_sampler.sampler, size, drop_last)
     trial = trial_of(loop, copy_loader(loader, batch_size=size, batch_sampler=batches))
     arguments = wrapper_args_of(loop)
     # The kernel may kill the process that runs out of main memory.

@@ -184,5 +184,5 @@ class _Sweep(AbstractCallback):
         # This waits for the device at each step, which is acceptable in a sweep of a few hundred steps.
         loss = float(last)
         self.best = min(self.best, loss) if math.isfinite(loss) else self.best
-        if not loss < self.diverges_at * self.best and self.best > 0:
+        if not math.isfinite(loss) or 0 < self.best <= loss / self.diverges_at:
             self.end_training()

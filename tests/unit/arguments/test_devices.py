@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,6 +130,12 @@ def test_asking_for_no_device_points_to_the_cpu(request_: object) -> None:
 def test_nothing_can_be_had_where_there_is_nothing(request_: object) -> None:
     with pytest.raises(DeviceError, match="No device is visible"):
         parse_devices(request_, count=0)
+
+
+@pytest.mark.parametrize("count", [float("nan"), 2.0, -1, True, None, "4"], ids=repr)
+def test_the_number_of_visible_devices_is_checked(count: Any) -> None:
+    with pytest.raises(DeviceError, match=r"count=.* must be the number of visible devices"):
+        parse_devices(1, count=count)
 
 
 def test_the_message_counts_one_device_as_one() -> None:

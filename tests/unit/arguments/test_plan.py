@@ -188,6 +188,7 @@ REFUSED = [
     ({"num_cpus": 8}, {}, "must be a ResourceQuota"),
     (Q(8, 1), {"per_model": {"num_cpus": 1}}, "per_model=.*must be a ResourceQuota"),
     (Q(8, 1), {"num_bag_folds": 2, "per_bag": 4}, "per_bag=4: must be a ResourceQuota"),
+    *((Q(8, 1), {"parallel_folds": x}, "parallel_folds=.*True or False") for x in ("no", 1, None)),
     *((Q(8, 1), {"num_trials": n}, "num_trials=.*an int of 1 or more") for n in (0, -1, True, 1.0, "2", None)),
     *((Q(8, 1), {"num_bag_folds": n}, "num_bag_folds=.*an int of 0 or more") for n in (-1, False, 2.0, "2", None)),
 ]

@@ -95,6 +95,14 @@ def test_find_lr_ends_where_the_loss_runs_away_and_draws_it(tmp_path: Any, may_l
     assert rising.suggestion is None  # rather than the least bad
 
 
+def test_find_lr_ends_where_a_negative_loss_is_not_finite() -> None:
+    loop = make_loop(optimizer=None)
+    loop.criterion = lambda y_pred, target: -y_pred.square().mean()
+    found = loop.find_lr(smallest=1e-3, largest=1e9, steps=60)
+    assert found.diverged
+    assert len(found.losses) < 60
+
+
 def test_groups_keep_their_ratio() -> None:
     model = Net()
     groups = [{"params": [model.fc.weight], "lr": 0.1}, {"params": [model.fc.bias], "lr": 0.3}]
@@ -137,6 +145,18 @@ def test_find_batch_size_survives_memory_errors() -> None:
     assert make_loop(Hungry(most=0), gpu_mode="dp", devices=1).find_batch_size().suggestion is None
     with pytest.raises(ZeroDivisionError):  # not about memory
         make_loop(Hungry(ZeroDivisionError), gpu_mode="dp", devices=1).find_batch_size()
+
+
+def test_find_batch_size_times_whole_batches() -> None:
+    sizes = []
+
+    class Sees(Hungry):
+        def forward(self, x: Tensor) -> Tensor:
+            sizes.append(len(x))
+            return super().forward(x)
+
+    found = make_loop(Sees(most=1000), gpu_mode="dp", devices=1).find_batch_size(smallest=len(make_data()) // 2 + 1)
+    assert {*sizes} == {*found.tried}
 
 
 class Deep(TTBasicModel):
