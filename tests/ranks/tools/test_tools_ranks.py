@@ -47,6 +47,16 @@ def test_tools_run_over_ranks_and_leave_no_trace() -> None:
 
 
 @pytest.mark.long
+def test_the_largest_batch_of_a_distributed_sampler_is_its_shard() -> None:
+    loop = make_loop(gpu_mode="ddp", devices=2)
+    data = loop.train_loader.dataset
+    sampler: Any = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=0)
+    loop.train_loader = torch.utils.data.DataLoader(data, 16, sampler=sampler)
+    found = loop.find_batch_size(smallest=len(data), steps=2)
+    assert {*found.tried} == {len(sampler)}
+
+
+@pytest.mark.long
 def test_a_batch_size_for_one_process_is_tried_without_ddp(capfd: pytest.CaptureFixture[str]) -> None:
     class Unused(Killed):
         def __init__(self) -> None:
