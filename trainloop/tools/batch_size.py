@@ -98,7 +98,7 @@ def find_batch_size(
         for name, value in (("smallest", smallest), ("largest", largest))
     )
     steps = count_of("find_batch_size", "steps", steps, 2)
-    shards = len(loop.run_config.devices) if has_ranks(loop.gpu_mode) and not is_distributed(loader) else 1
+    shards = 1 if is_distributed(loader) else loop.run_config.num_ranks
     samples = None if is_stream(loader) else length_of(loader.sampler)
     most = max(1, samples // shards) if samples is not None else None
     if largest is not None:
