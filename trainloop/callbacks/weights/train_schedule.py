@@ -419,9 +419,10 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     def on_after_optimizer_step(self) -> None:
         # The schedule counts only steps that AMP did not skip, as torch's documentation recommends.
         if self.interval == "step" and self._metric is None:
-            trained = self._is_trained()
-            self._seen_step = self.train_loop_obj.global_step
-            if trained and not self.train_loop_obj.step_skipped:
+            loop, trained = self.train_loop_obj, self._is_trained()
+            self._seen_step = loop.global_step
+            # Of several optimizers, AMP may have skipped the step of another one.
+            if trained and not (loop.step_skipped and loop.watch().gradients.skipped(self._optimizer())):
                 self._step_scheduler()
 
     def on_batch_end(self) -> None:

@@ -73,7 +73,7 @@ class AlternatingTraining(Training):
                 self.expects(size)
             generators.append(place.evaluated.get_loss(batch, loop.criterion, place.device))
         shown: list[list[Yielded]] = [[] for _ in step.batches]
-        found_inf: list[torch.Tensor] = []
+        found_inf: list[tuple[torch.optim.Optimizer, torch.Tensor]] = []
         self.losses_stepped = 0
         for optimizer in gradients.optimizers:
             drop_gradients(optimizer)
