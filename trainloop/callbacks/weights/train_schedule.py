@@ -18,7 +18,7 @@ from trainloop._launch.rank_process import started_by_launch
 from trainloop._support.keywords import why_not
 from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import count_of
-from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.base import AbstractCallback, logs_nothing, runs_first
 from trainloop.callbacks.monitor import Monitor
 from trainloop.callbacks.weights.torch_schedulers import (
     CLASS_KEY,
@@ -526,21 +526,13 @@ class LearningRateMonitor(AbstractCallback):
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
-        super().__init__("LearningRateMonitor", execution_order=996)  # after callbacks that set the batch's rate
+        super().__init__("LearningRateMonitor")
         self.every_n_steps = count_of("LearningRateMonitor", "every_n_steps", every_n_steps)
-        self._last_step = 0
 
-    def on_train_begin(self) -> None:
-        self._last_step = 0
-
-    def on_batch_begin(self) -> None:
-        # A hook for gradients would prevent compile='step' from compiling.
+    @runs_first  # schedulers set the next step's rate in this hook
+    def on_after_optimizer_step(self) -> None:
         loop = self.train_loop_obj
-        step = loop.global_step + 1
-        if step == self._last_step:  # this is not the first micro-batch of the step
-            return
-        self._last_step = step
-        if step % self.every_n_steps == 0 or step == 1:
+        if loop.global_step % self.every_n_steps == 0 or loop.global_step == 1:
             for name, group in groups_with_rates(loop.optimizer):
                 # The rate is equal on all ranks, so no average is needed.
                 self.log(name, group["lr"], on_step=True, on_epoch=True, reduce="max", sync_dist=False)
