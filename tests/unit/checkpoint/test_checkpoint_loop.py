@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -940,6 +941,29 @@ def test_last_without_a_checkpoint_says_that_training_starts_from_scratch(
     for begins in (True, False):
         make_loop(progress_bar=True).fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
         assert (line in capsys.readouterr().out) == begins
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint does not contain _rows")
+@pytest.mark.parametrize("steps", [6, 12, 21], ids=["before an epoch's end", "after one", "before the second one"])
+@pytest.mark.parametrize("best_first", [True, False])
+def test_last_is_the_newest_of_several_folders(best_first: bool, steps: int, tmp_path: Path) -> None:
+    def keepers() -> list[ModelCheckpoint]:
+        best = ModelCheckpoint(tmp_path / "best", every_n_epochs=None, monitor="loss", keep=1)
+        last = ModelCheckpoint(tmp_path / "last", every_n_epochs=None, every_n_steps=3, keep=1)
+        return [best, last] if best_first else [last, best]
+
+    whole, killed, resumed, resumed_keepers = make_loop(), make_loop(), make_loop(), keepers()
+    whole.fit(num_epochs=3)  # an epoch has 11 steps
+    with pytest.raises(InterruptedError):
+        killed.fit(num_epochs=3, callbacks=[*keepers(), StopAfter(steps)])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ModelCheckpoint")  # of the best one, which would be left behind
+        resumed.fit(num_epochs=3, callbacks=resumed_keepers, resume_from="last")
+    assert killed.model._rows + resumed.model._rows == whole.model._rows
+    assert same(state_of(resumed), state_of(whole))
+    best = resumed_keepers[not best_first]
+    assert best.best_value == min(whole.history["loss"])
+    assert len(checkpoint.checkpoints(tmp_path / "best")) <= 2  # the best and the last
 
 
 def test_a_path_to_nothing_and_to_something_else_are_told(tmp_path: Path) -> None:

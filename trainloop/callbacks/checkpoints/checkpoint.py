@@ -268,6 +268,10 @@ class ModelCheckpoint(Saver):
         found = checkpoint.load_newest(self._checkpoints.folder, whole=whole)
         return None if found is None else found[1]
 
+    def last_stamp(self) -> int:
+        """Return the stamp of the newest complete checkpoint in the folder, from any run; 0 if there is none yet."""
+        return max((c.info.stamp for c in checkpoint.checkpoints(self._checkpoints.folder) if c.info), default=0)
+
     def own_checkpoints(self, runs: Collection[str] = ()) -> list[Checkpoint]:
         """Return the complete checkpoints that this run or one of ``runs`` wrote, oldest first."""
         return self._checkpoints.on_disk(runs)
