@@ -380,6 +380,8 @@ class ModelCheckpoint(Saver):
         self._excluded.begin(self.train_loop_obj.model.state_dict())
         if self.train_loop_obj.is_global_zero:
             self._checkpoints.folder.remove_dead()
+        if self._metric is not None:
+            self._metric.begin(self.train_loop_obj)
         self._first_step = self.train_loop_obj.global_step
         self._due.restart(self._first_step)
 

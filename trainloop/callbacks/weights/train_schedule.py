@@ -398,6 +398,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             warnings.filterwarnings("ignore", _WRONG_ORDER)
         self._first = self.train_loop_obj.resumed
         self._seen_step = self.train_loop_obj.global_step
+        if self._metric is not None:
+            self._metric.begin(self.train_loop_obj)
         self.follow_optimizer()
 
     def on_resume(self) -> None:
