@@ -449,7 +449,8 @@ class StochasticWeightAveraging(WeightAverage):
         Learning rate, the same for all parameter groups. If you pass a number, use no other scheduler from epoch
         ``start`` on. ``None`` leaves the rate to the optimizer and its schedulers.
     start : int or float
-        Epochs before averaging starts; a float in (0, 1) is a fraction of ``num_epochs``.
+        Epochs before averaging starts, counted over all calls of ``fit``; a float in (0, 1) is a fraction of the epochs
+        of the ``fit`` in which it starts.
     anneal_epochs : int
         Number of epochs over which the learning rate changes to ``swa_lr``.
     anneal_strategy : {'cos', 'linear'}
@@ -498,6 +499,7 @@ class StochasticWeightAveraging(WeightAverage):
         check_flags(type(self).__name__, update_batchnorm=self.update_batchnorm)
         self.first_rates: list[float] = []
         """Learning rate of each parameter group when averaging started; empty before that."""
+        self._begun_epoch: int | None = None
         self._pass: _StatisticsPass | None = None
 
     def on_train_loop_registration(self) -> None:
@@ -517,20 +519,26 @@ class StochasticWeightAveraging(WeightAverage):
 
     def reset(self) -> None:
         super().reset()
-        self.first_rates = []
+        self.first_rates, self._begun_epoch = [], None
 
     @property
     def start_epoch(self) -> int:
         """Index of the epoch in which the learning rate begins to change."""
         if isinstance(self.start, int):
             return self.start
-        return int(self.start * self.train_loop_obj.num_epochs)
+        if self._begun_epoch is not None:  # a later fit, whose length may be another, continues
+            return self._begun_epoch
+        run = self.train_loop_obj.watch()
+        return (0 if run is None else run.start_epoch) + int(self.start * self.train_loop_obj.num_epochs)
 
     def on_epoch_begin(self) -> None:
         super().on_epoch_begin()
         loop = self.train_loop_obj
         since = loop.epoch - self.start_epoch
-        if since < 0 or self.swa_lr is None:
+        if since < 0:
+            return
+        self._begun_epoch = loop.epoch - since
+        if self.swa_lr is None:
             return
         groups = loop.optimizer.param_groups
         # A group that was added since begins with its own rate.
@@ -594,11 +602,12 @@ class StochasticWeightAveraging(WeightAverage):
             self._pass.end()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "first_rates": list(self.first_rates)}
+        return {**super().state_dict(), "first_rates": list(self.first_rates), "begun_epoch": self._begun_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.first_rates = list(state["first_rates"])
+        self._begun_epoch = state.get("begun_epoch")  # older checkpoints lack it
 
 
 class _StatisticsPass:
