@@ -179,6 +179,8 @@ class History(Mapping[str, list[float]]):
                 own = self._unagreed.get(name, ())
                 if own:
                     self._unagreed[name] = [i - (end - begin) if i >= end else i for i in own]
+                if not self._values[name]:  # only the cut epoch had values
+                    del self._values[name], self._epochs[name]
         if cut:
             self._row = {"epoch": epoch, "begins": self.lengths(), "ends": None}
 

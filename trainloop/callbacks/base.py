@@ -28,6 +28,7 @@ __all__ = [
     "matched_entries",
     "overrides_of_user",
     "require_loader",
+    "runs_first",
     "warn_of_misnamed_hooks",
 ]
 
@@ -406,7 +407,8 @@ class HookTable:
         local = [cb for cb in ordered if cb.device_idx_execution in (None, rank)]
         for name in AbstractCallback.HOOKS:
             model_hooks = [_hook(model, name)] if name in MODEL_HOOKS and _model_overrides(model, name) else []
-            hooks = (_on_its_ranks(cb, name) for cb in local if cb.uses_hook(name))
+            called = sorted(local, key=lambda cb: not hasattr(getattr(cb, name), "runs_first"))
+            hooks = (_on_its_ranks(cb, name) for cb in called if cb.uses_hook(name))
             setattr(self, name, tuple(map(guarded, (*model_hooks, *hooks))))
 
         self.in_steps = any(getattr(self, name) for name in _STEP_HOOKS)  # callbacks may change something then
@@ -481,6 +483,12 @@ def require_loader(loop: Any, loader: str, owner: str) -> None:
 def logs_nothing(hook: HookT) -> HookT:
     """Mark a hook that logs nothing, so that ranks need no exchange after it."""
     hook.logs_nothing = True  # type: ignore[attr-defined]
+    return hook
+
+
+def runs_first(hook: HookT) -> HookT:
+    """Mark a hook that is called before those of all other callbacks, whatever its callback's ``execution_order``."""
+    hook.runs_first = True  # type: ignore[attr-defined]
     return hook
 
 

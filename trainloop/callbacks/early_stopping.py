@@ -30,6 +30,9 @@ class _EndsByMetric(AbstractCallback):
     def on_train_loop_registration(self) -> None:
         self._metric.check(self.train_loop_obj)
 
+    def on_train_begin(self) -> None:
+        self._metric.begin(self.train_loop_obj)
+
     def state_dict(self) -> dict[str, Any]:
         return {"metric": self._metric.state_dict(), **{name: getattr(self, name) for name in self.counters}}
 
@@ -115,6 +118,7 @@ class EarlyStopping(_EndsByMetric):
         self.best, self.best_epoch, self.judged_step, self.epochs_without_improvement = None, 0, 0, 0
 
     def on_train_begin(self) -> None:
+        super().on_train_begin()
         # The count continues over calls of fit, unless it has ended the last one.
         if self.ends_again(self.state_dict()):
             self.epochs_without_improvement = 0
@@ -202,6 +206,7 @@ class ThresholdEarlyStopping(_EndsByMetric):
         self.epochs_below = 0
 
     def on_train_begin(self) -> None:
+        super().on_train_begin()
         if self.ends_again(self.state_dict()):
             self.epochs_below = 0
 

@@ -88,6 +88,7 @@ class Monitor:
         self._seen_step = -1  # the step of the newest value that was read within an epoch
         self._seen_epoch = -1  # the epoch in which a value without a step was read
         self._seen_value = ""  # the number of that value, and the value, which may be replaced
+        self._resumed_epoch = 0  # values of earlier epochs are not new
 
     @property
     def minimize(self) -> bool:
@@ -135,6 +136,14 @@ class Monitor:
                 "Pass one to TrainLoop, or monitor another metric, such as 'loss'."
             )
 
+    def begin(self, loop: Any) -> None:
+        """Called in ``on_train_begin``. In a resumed run, only values after the checkpoint are new.
+
+        If the checkpoint has the state of this metric, it is loaded afterwards.
+        """
+        if getattr(loop, "resumed", False):
+            self._resumed_epoch, self._seen_step = loop.epoch, loop.global_step
+
     def about_name(self, loop: Any, logged: Iterable[str]) -> str:
         """Return a warning if the name is probably misspelt, after the first step ``logged`` its metrics; or ``''``.
 
@@ -177,6 +186,9 @@ class Monitor:
                 f"{self.owner}: monitor={self.name!r} is not in the history after epoch {loop.epoch + 1}. The history "
                 f"has: {names}.{hint} Monitor one of these, or call self.log({self.name!r}, value) in the model."
             )
+        if self._resumed_epoch:
+            earlier = sum(epoch < self._resumed_epoch for epoch in loop.history.epochs(self.name))
+            self._seen, self._resumed_epoch = max(self._seen, earlier), 0
         if len(values) == self._seen:
             return None  # the metric is evaluated only every n epochs: the last value must not count twice
         self._seen = len(values)
@@ -200,7 +212,7 @@ class Monitor:
         history, steps = loop.history, loop.history.step_indices(self.name)
         if steps:
             at_some_steps = len(steps) < steps[-1] - steps[0] + 1 or (len(steps) == 1 and steps[0] > 1)
-            is_new, self._seen_step = steps[-1] != self._seen_step, steps[-1]
+            is_new, self._seen_step = steps[-1] > self._seen_step, steps[-1]
             return float(history.steps(self.name)[-1]) if (at_some_steps if ranks else is_new) else None
         epochs = history.epochs(self.name)
         if not epochs or epochs[-1] != loop.history_epoch:
@@ -229,7 +241,7 @@ class Monitor:
         return {"seen": self._seen, "step": self._seen_step, "epoch": self._seen_epoch, "value": self._seen_value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._seen = state["seen"]
+        self._seen, self._resumed_epoch = state["seen"], 0
         self._seen_step = state.get("step", self._seen_step)  # older checkpoints lack it
         self._seen_epoch = state.get("epoch", self._seen_epoch)
         self._seen_value = state.get("value", self._seen_value)

@@ -303,8 +303,9 @@ class TrainLoop(LoopState, Generic[ModelT]):
             ``True``: raise an error if there is no GPU. ``False``: train on the CPU even if there is a GPU.
         resume_from : 'last' or path, optional
             Checkpoint to resume from. ``'last'``: the newest valid checkpoint of the ``ModelCheckpoint`` in
-            ``callbacks``, or a fresh start if there is no checkpoint yet. If the checkpoint's run has ended (as
-            planned, or because of a callback that would end it again), its results are loaded and nothing is trained.
+            ``callbacks`` (of all folders, if there are several), or a fresh start if there is no checkpoint yet. If the
+            checkpoint's run has ended (as planned, or because of a callback that would end it again), its results are
+            loaded and nothing is trained.
         max_restarts : int
             Number of failures that the run survives; -1 for any number. If a rank is killed, crashes, exits, raises,
             hangs or loses a loader worker, all ranks are restarted from a checkpoint that the run writes for this

@@ -204,6 +204,23 @@ def test_swa_resumes_and_goes_on(tmp_path: Path) -> None:
             torch.testing.assert_close(resumed[name], value, msg=name)
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_fraction_is_of_the_fit_in_which_swa_begins(resumed: bool, tmp_path: Path) -> None:
+    loop = make_loop()
+    loop.fit(num_epochs=4)
+    swa, rates = StochasticWeightAveraging(0.02, start=0.75, anneal_epochs=0), Rates()
+    loop.fit(num_epochs=4, callbacks=[swa, rates, ModelCheckpoint(tmp_path)])
+    assert swa.updates == 1
+    assert rates.seen == [0.1, 0.1, 0.1, 0.02]
+    if resumed:
+        loop, swa = make_loop(), StochasticWeightAveraging(0.02, start=0.75, anneal_epochs=0)
+    callbacks = [swa, rates, ModelCheckpoint(tmp_path)]
+    loop.fit(num_epochs=12 if resumed else 8, callbacks=callbacks, resume_from="last" if resumed else None)
+    assert swa.updates == 9  # it continues, without a pause
+    assert rates.seen[4:] == [0.02] * 8
+    assert swa.start_epoch == 7
+
+
 def test_swa_that_never_began_changes_nothing() -> None:
     plain, averaged = Net(), Net()
     for model, callbacks in ((plain, []), (averaged, [StochasticWeightAveraging(start=10)])):

@@ -237,18 +237,27 @@ def test_groups_without_a_learning_rate(tmp_path: Path, keeps_none: bool) -> Non
 
 
 class SetsRate(AbstractCallback):
-    def on_batch_begin(self) -> None:
+    """Sets the rate in a hook before the step, for each micro-batch or for the step; and another one for the next."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__("sets rate", execution_order=-10)
+        setattr(self, hook, self.set_rate)
+
+    def set_rate(self) -> None:
         loop = self.train_loop_obj
-        loop.optimizer.param_groups[0]["lr"] = 0.1 * (loop.global_step + 1)
+        loop.optimizer.param_groups[0]["lr"] = 0.05 * (loop.total_iteration_idx + 1)
+
+    def on_after_optimizer_step(self) -> None:
+        self.train_loop_obj.optimizer.param_groups[0]["lr"] = 7.0
 
 
-def test_a_rate_that_a_later_callback_sets_for_its_batch(tmp_path: Path) -> None:
-    loop = make_loop()
-    loop.fit(
-        num_iterations=6, callbacks=[TensorBoard(tmp_path, 1), LearningRateMonitor(), SetsRate()], grad_accumulation=2
-    )
+@pytest.mark.parametrize("hook", ["on_batch_begin", "on_after_gradient_update"])
+@pytest.mark.parametrize("monitored", [False, True])
+def test_a_rate_that_a_callback_sets_for_its_step(hook: str, monitored: bool, tmp_path: Path) -> None:
+    loop, monitors = make_loop(), [LearningRateMonitor()] if monitored else []
+    loop.fit(num_iterations=6, callbacks=[SetsRate(hook), TensorBoard(tmp_path, 1), *monitors], grad_accumulation=2)
     assert values_of(read(tmp_path)["lr"]) == pytest.approx([0.1, 0.2, 0.3])
-    assert loop.history.steps("lr") == pytest.approx([0.1, 0.2, 0.3])
+    assert loop.history.steps("lr") == pytest.approx([0.1, 0.2, 0.3] if monitored else [])
 
 
 def test_arguments_of_the_script_are_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,6 +212,23 @@ def test_load_best_by_the_average_s_loss_loads_the_average(tmp_path: Path) -> No
     assert loop.evaluate_loss_on_validation_set() == best.best_value == min(loop.history["ema_val_loss"])
 
 
+def test_several_averages_have_losses_of_their_own(tmp_path: Path) -> None:
+    def averages(*decays: float) -> list[ExponentialMovingAverage]:
+        return [ExponentialMovingAverage(decay, evaluate=True, apply_on_train_end=False) for decay in decays]
+
+    loop = make_loop()
+    best = ModelCheckpoint(tmp_path, monitor="ema_0.9_val_loss", keep=1)
+    loop.fit(3, callbacks=[*averages(0.5, 0.9), best])
+    for decay in (0.5, 0.9):
+        alone = make_loop()
+        alone.fit(3, callbacks=averages(decay))
+        assert loop.history[f"ema_{decay}_val_loss"] == alone.history["ema_val_loss"]
+    best.load_best()
+    assert loop.evaluate_loss_on_validation_set() == best.best_value == min(loop.history["ema_0.9_val_loss"])
+    with pytest.raises(ConfigurationError, match=r"several averages have decay=0.5"):
+        loop.fit(1, callbacks=averages(0.5, 0.5))
+
+
 class Norms(TTBasicModel):
     """BatchNorm layers that are used never, in some batches, once and twice."""
 
@@ -254,6 +271,29 @@ def test_each_batchnorm_counts_its_own_batches() -> None:
         assert ours.num_batches_tracked == theirs.num_batches_tracked
     assert torch.equal(model.never.running_mean, torch.full((8,), 5.0))  # type: ignore[arg-type]
     assert model.once.momentum == 0.3
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_training_continues_from_the_trained_weights_with_several_averages(
+    reverse: bool, resumed: bool, tmp_path: Path
+) -> None:
+    def made() -> tuple[TrainLoop, list[Any]]:
+        model = Norms()
+        averages = [StochasticWeightAveraging(start=0), ExponentialMovingAverage(0.9)]
+        loop = make_loop(model, optimizer=optim.SGD(model.parameters(), lr=0.05))
+        return loop, [*(averages[::-1] if reverse else averages), ModelCheckpoint(tmp_path)]
+
+    whole, callbacks = made()
+    whole.fit(4, callbacks=callbacks[1:2])  # only the last average
+    loop, callbacks = made()
+    loop.fit(2, callbacks=callbacks)
+    if resumed:
+        loop, callbacks = made()
+    loop.fit(4 if resumed else 2, callbacks=callbacks, resume_from="last" if resumed else None)
+    assert loop.history["val_loss"] == whole.history["val_loss"]
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(loop.model.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("way", ["second fit", "pieces", "resumed"])

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -616,6 +617,41 @@ def test_the_monitors_patience_goes_on(tmp_path: Path) -> None:
     assert second[1].best_path == first[1].best_path or second[1].best_value < first[1].best_value
 
 
+class EverySecondEpoch(AbstractCallback):
+    """Measures at steps or at the end of epochs: in the first epoch, the third and so on."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__("every second epoch")
+        setattr(self, hook, self.measure)
+
+    def measure(self) -> None:
+        if self.train_loop_obj.epoch % 2 == 0 and self.train_loop_obj.global_step % 11 in (0, 5):
+            self.log("measured_loss", self.train_loop_obj.epoch)
+
+
+class Judged(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    def step(self, metrics: Any, *args: Any) -> None:
+        super().step(metrics, *args)
+        self.judged = [*getattr(self, "judged", []), metrics]
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint does not contain _rows")
+@pytest.mark.parametrize("hook", ["on_epoch_end", "on_batch_end"])
+def test_a_monitor_that_only_the_resumed_run_has_does_not_judge_old_values(hook: str, tmp_path: Path) -> None:
+    at_steps = hook == "on_batch_end"
+    first = ModelCheckpoint(tmp_path / "first")
+    make_loop().fit(num_epochs=1, callbacks=[EverySecondEpoch(hook), first])
+    schedule = LRScheduler(Judged, monitor="measured_loss", interval="step" if at_steps else "epoch", patience=9)
+    stopping = EarlyStopping("measured_loss", patience=9, every_n_steps=1 if at_steps else None)
+    keeper = ModelCheckpoint(tmp_path / "best", monitor="measured_loss", keep=None)
+    callbacks = [EverySecondEpoch(hook), schedule, stopping, keeper]
+    make_loop().fit(num_epochs=4, callbacks=callbacks, resume_from=first.last_path)
+    assert stopping.best == 2
+    assert set(schedule.scheduler.judged) == {2}
+    values = {one.info.epoch: one.info.value for one in checkpoint.checkpoints(tmp_path / "best") if one.info}
+    assert values == {1: None, 2: 2.0, 3: None}
+
+
 class Counts(AbstractCallback):
     def __init__(self, name: str, by: int) -> None:
         super().__init__(name)
@@ -940,6 +976,29 @@ def test_last_without_a_checkpoint_says_that_training_starts_from_scratch(
     for begins in (True, False):
         make_loop(progress_bar=True).fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
         assert (line in capsys.readouterr().out) == begins
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint does not contain _rows")
+@pytest.mark.parametrize("steps", [6, 12, 21], ids=["before an epoch's end", "after one", "before the second one"])
+@pytest.mark.parametrize("best_first", [True, False])
+def test_last_is_the_newest_of_several_folders(best_first: bool, steps: int, tmp_path: Path) -> None:
+    def keepers() -> list[ModelCheckpoint]:
+        best = ModelCheckpoint(tmp_path / "best", every_n_epochs=None, monitor="loss", keep=1)
+        last = ModelCheckpoint(tmp_path / "last", every_n_epochs=None, every_n_steps=3, keep=1)
+        return [best, last] if best_first else [last, best]
+
+    whole, killed, resumed, resumed_keepers = make_loop(), make_loop(), make_loop(), keepers()
+    whole.fit(num_epochs=3)  # an epoch has 11 steps
+    with pytest.raises(InterruptedError):
+        killed.fit(num_epochs=3, callbacks=[*keepers(), StopAfter(steps)])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ModelCheckpoint")  # of the best one, which would be left behind
+        resumed.fit(num_epochs=3, callbacks=resumed_keepers, resume_from="last")
+    assert killed.model._rows + resumed.model._rows == whole.model._rows
+    assert same(state_of(resumed), state_of(whole))
+    best = resumed_keepers[not best_first]
+    assert best.best_value == min(whole.history["loss"])
+    assert len(checkpoint.checkpoints(tmp_path / "best")) <= 2  # the best and the last
 
 
 def test_a_path_to_nothing_and_to_something_else_are_told(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_fresh_start_where_there_is_nothing_to_resume(tmp_path: Path) -> None:
 
 
 def test_two_experiments_in_one_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking.time, "strftime", lambda _: "2026-01-02_03-04-05")
+    monkeypatch.setattr(tracking.time, "strftime", lambda *_: "2026-01-02_03-04-05")
     stamps = []
     for _ in range(3):
         experiment = Experiment("p", "e", tmp_path)

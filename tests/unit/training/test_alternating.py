@@ -257,6 +257,22 @@ def test_what_may_be_yielded(give: Any, accumulation: int, message: str) -> None
         )
 
 
+def test_hooks_at_the_end_of_micro_batches_count_them() -> None:
+    class Indices(AbstractCallback):
+        def __init__(self) -> None:
+            super().__init__("indices")
+            self.seen: list[int] = []
+
+        def on_batch_end(self) -> None:
+            self.seen.append(self.train_loop_obj.total_iteration_idx)
+
+    model, indices = Repeats(), Indices()
+    loader = DataLoader(make_data(50), batch_size=10)
+    tl = loop_of(model, loader, optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    tl.fit(num_epochs=2, grad_accumulation=2, callbacks=[indices])
+    assert indices.seen == list(range(10))
+
+
 def test_what_else_can_not_be() -> None:
     class Passing(Repeats):
         def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:

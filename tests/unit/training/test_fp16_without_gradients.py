@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from kit.small_loop import STEPS_PER_EPOCH, Net, make_loop
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
+from trainloop.callbacks import LRScheduler
 
 
 class Two(TTModel):
@@ -49,7 +52,9 @@ class Freeze(AbstractCallback):
         self.train_loop_obj.model.b.requires_grad_(self.train_loop_obj.global_step > 2)
 
 
-def trained(cls: type[Two], *, frozen: bool, fp16: bool = True) -> tuple[Tensor, Tensor]:
+def trained(
+    cls: type[Two], *, frozen: bool, fp16: bool = True, callbacks: Sequence[AbstractCallback] = ()
+) -> tuple[Tensor, Tensor]:
     model = cls()
     data = TensorDataset(torch.arange(80.0).reshape(20, 4) / 80, torch.ones(20, 1))
     loop = TrainLoop(
@@ -61,7 +66,7 @@ def trained(cls: type[Two], *, frozen: bool, fp16: bool = True) -> tuple[Tensor,
         use_amp={"init_scale": 8.0} if fp16 else False,  # no step overflows
         progress_bar=False,
     )
-    loop.fit(num_epochs=1, callbacks=[Freeze("freeze")] if frozen else [])
+    loop.fit(num_epochs=1, callbacks=[*callbacks, *([Freeze("freeze")] if frozen else [])])
     return model.a.weight.detach(), model.b.weight.detach()
 
 
@@ -124,6 +129,13 @@ def test_an_optimizer_whose_steps_are_all_skipped_is_named(cls: type[Two]) -> No
         a, b = trained(cls, frozen=False)
     assert torch.equal(b, before)
     assert not torch.equal(a, cls().a.weight)
+
+
+@pytest.mark.parametrize("cls", [OneBroken, OneBrokenYields])
+def test_the_schedule_of_an_optimizer_counts_its_own_steps(cls: type[Two]) -> None:
+    schedules = [LRScheduler(ExponentialLR, "step", optimizer_idx=i, gamma=0.5) for i in range(2)]
+    trained(cls, frozen=False, callbacks=schedules)
+    assert [schedule.scheduler.last_epoch for schedule in schedules] == [5, 0]
 
 
 @pytest.mark.parametrize("fp16", [False, True])

@@ -230,6 +230,36 @@ def test_inserted_values_of_a_cut_end_are_replaced_when_the_epoch_continues(resu
     assert pieces.history["mine"] == [1.0]
 
 
+class Fails(AbstractCallback):
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__("fails")
+        self.fails = fails
+        self.names: list[str] = []
+
+    def on_epoch_end(self) -> None:
+        history = self.train_loop_obj.history
+        self.names += [name for name, values in history.items() if not values or name == "train_end"]
+        if self.fails:
+            raise ValueError("a hook's")
+
+
+def test_values_of_a_cut_end_are_replaced_after_a_failure_at_the_end_of_the_epoch(tmp_path: Path) -> None:
+    def fit(tl: TrainLoop, number: int, *, fails: bool = False, resume: Any = None) -> Fails:
+        failing = Fails(fails=fails)
+        callbacks = [Inserts("inserts"), failing, ModelCheckpoint(tmp_path)]
+        tl.fit(num_iterations=number, callbacks=callbacks, resume_from=resume)
+        return failing
+
+    whole, pieces, resumed = (make(seed=3) for _ in range(3))
+    whole.fit(num_iterations=14, callbacks=[Inserts("inserts")])  # an epoch has 7 batches
+    fit(pieces, 3)
+    with pytest.raises(ValueError, match="a hook's"):
+        fit(pieces, 11, fails=True)
+    seen = fit(resumed, 11, resume="last")
+    assert resumed.history.to_dict() == whole.history.to_dict()
+    assert seen.names == []  # no metric without values, and none of the end that was replaced
+
+
 @pytest.mark.parametrize("way", ["end_epoch", "num_epochs", "loader", "dataset"])
 def test_ways_to_begin_a_new_epoch(way: str) -> None:
     tl = make(shuffle=False)

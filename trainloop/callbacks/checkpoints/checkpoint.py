@@ -268,6 +268,10 @@ class ModelCheckpoint(Saver):
         found = checkpoint.load_newest(self._checkpoints.folder, whole=whole)
         return None if found is None else found[1]
 
+    def last_stamp(self) -> int:
+        """Return the stamp of the newest complete checkpoint in the folder, from any run; 0 if there is none yet."""
+        return max((c.info.stamp for c in checkpoint.checkpoints(self._checkpoints.folder) if c.info), default=0)
+
     def own_checkpoints(self, runs: Collection[str] = ()) -> list[Checkpoint]:
         """Return the complete checkpoints that this run or one of ``runs`` wrote, oldest first."""
         return self._checkpoints.on_disk(runs)
@@ -376,6 +380,8 @@ class ModelCheckpoint(Saver):
         self._excluded.begin(self.train_loop_obj.model.state_dict())
         if self.train_loop_obj.is_global_zero:
             self._checkpoints.folder.remove_dead()
+        if self._metric is not None:
+            self._metric.begin(self.train_loop_obj)
         self._first_step = self.train_loop_obj.global_step
         self._due.restart(self._first_step)
 

@@ -104,13 +104,14 @@ class RunCheckpoints:
         self._files = kept
 
     def take_over(self, run: str, step: int | None, *, same_metric: bool) -> None:
-        """Continue ``run`` if training resumes from its newest checkpoint in this folder; otherwise start a new run.
+        """Continue ``run`` if training resumes after its newest checkpoint in this folder; otherwise start a new run.
 
-        A continued run owns the files of ``run``. ``step`` is the step of the checkpoint that training resumes from;
-        ``None`` always continues ``run``. If ``same_metric`` is False, values in earlier checkpoints are ignored.
+        A continued run owns the files of ``run``. ``step`` is the step of the checkpoint that training resumes from,
+        which may be in another folder; ``None`` always continues ``run``. If ``same_metric`` is False, values in
+        earlier checkpoints are ignored.
         """
         found = _of_runs([run], checkpoint.checkpoints(self.folder)) if step is not None else []
-        if step is None or (found and found[-1].info is not None and found[-1].info.step == step):
+        if step is None or (found and found[-1].info is not None and found[-1].info.step <= step):
             self.run = run
         self._files, self._same_metric, self._cleaned = None, same_metric, False
 

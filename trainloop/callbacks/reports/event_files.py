@@ -113,8 +113,8 @@ class EventLog:
         """Begin a run, whose first step is not known yet."""
         self._first_step = None
 
-    def begin_step(self, step: int) -> None:
-        """Note that a step begins, which may be the first one of the run."""
+    def note_step(self, step: int) -> None:
+        """Note a step, which may be the first one of the run."""
         if self._first_step is None:
             self._first_step = step
 

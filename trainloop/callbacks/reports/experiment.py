@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -41,6 +41,8 @@ from trainloop.history import format_table
 from trainloop.result_package import evaluate_result_package
 
 __all__ = ["Experiment", "ExperimentCheckpoint", "ExperimentEndSave", "ExperimentRecord"]
+
+T = TypeVar("T")
 
 _STAMP = "%Y-%m-%d_%H-%M-%S"
 
@@ -203,11 +205,17 @@ class ExperimentCheckpoint(ModelCheckpoint):
         super().__init__((experiment.folder / "checkpoints").location, **{**arguments, **more})
 
     def last_state(self, *, whole: bool = True) -> dict[str, Any] | None:
+        return self._in_earlier_places(partial(super().last_state, whole=whole))
+
+    def last_stamp(self) -> int:
+        return self._in_earlier_places(super().last_stamp) or 0
+
+    def _in_earlier_places(self, find: Callable[[], T]) -> T | None:
+        """Use the folder of the newest earlier run in which a function finds anything, and return this."""
         for stamp in self.experiment.earlier_timestamps():
             self.place = stamp
-            state = super().last_state(whole=whole)
-            if state is not None:
-                return state
+            if found := find():
+                return found
         self.place = self.experiment._new_timestamp()
         return None
 

@@ -23,7 +23,7 @@ from trainloop import __version__
 from trainloop._support.distribution import pip_install
 from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import check_flags, count_of, dict_of, path_of
-from trainloop.callbacks.base import logs_nothing
+from trainloop.callbacks.base import logs_nothing, runs_first
 from trainloop.callbacks.reports.event_files import SUFFIX, EventFile, EventLog
 from trainloop.callbacks.reports.trackers import Tracker
 from trainloop.callbacks.weights.train_schedule import groups_with_rates
@@ -189,11 +189,10 @@ class TensorBoard(Tracker):
 
     # -- the values --------------------------------------------------------------------------------------------------
 
-    def on_batch_begin(self) -> None:
-        # The rate is read before the optimizer and the schedulers step, so it is the step's rate. A hook for gradients
-        # would prevent compile='step' from compiling.
-        step = self.train_loop_obj.global_step + 1
-        self._log.begin_step(step)
+    @runs_first  # schedulers set the next step's rate in this hook
+    def on_after_optimizer_step(self) -> None:
+        step = self.train_loop_obj.global_step
+        self._log.note_step(step)
         every = self.log_every_n_steps
         if every is None or not self.learning_rate:
             return

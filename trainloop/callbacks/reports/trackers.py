@@ -54,7 +54,7 @@ class EpochValues:
             values, epochs, sent = loop.history[name], loop.history.epochs(name), self._lengths.get(name, 0)
             for value, epoch in zip(values[sent:], epochs[sent:], strict=True):
                 found.setdefault(epoch, {})[name] = value
-            self._lengths[name] = len(values)
+        self._lengths = loop.history.lengths()
         for epoch in sorted(found):
             yield epoch, self._steps.get(epoch, loop.global_step), found[epoch]
 

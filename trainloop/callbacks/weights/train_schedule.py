@@ -18,7 +18,7 @@ from trainloop._launch.rank_process import started_by_launch
 from trainloop._support.keywords import why_not
 from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import count_of
-from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.base import AbstractCallback, logs_nothing, runs_first
 from trainloop.callbacks.monitor import Monitor
 from trainloop.callbacks.weights.torch_schedulers import (
     CLASS_KEY,
@@ -398,6 +398,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             warnings.filterwarnings("ignore", _WRONG_ORDER)
         self._first = self.train_loop_obj.resumed
         self._seen_step = self.train_loop_obj.global_step
+        if self._metric is not None:
+            self._metric.begin(self.train_loop_obj)
         self.follow_optimizer()
 
     def on_resume(self) -> None:
@@ -419,9 +421,10 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
     def on_after_optimizer_step(self) -> None:
         # The schedule counts only steps that AMP did not skip, as torch's documentation recommends.
         if self.interval == "step" and self._metric is None:
-            trained = self._is_trained()
-            self._seen_step = self.train_loop_obj.global_step
-            if trained and not self.train_loop_obj.step_skipped:
+            loop, trained = self.train_loop_obj, self._is_trained()
+            self._seen_step = loop.global_step
+            # Of several optimizers, AMP may have skipped the step of another one.
+            if trained and not (loop.step_skipped and loop.watch().gradients.skipped(self._optimizer())):
                 self._step_scheduler()
 
     def on_batch_end(self) -> None:
@@ -525,21 +528,13 @@ class LearningRateMonitor(AbstractCallback):
     """
 
     def __init__(self, every_n_steps: int = 1) -> None:
-        super().__init__("LearningRateMonitor", execution_order=996)  # after callbacks that set the batch's rate
+        super().__init__("LearningRateMonitor")
         self.every_n_steps = count_of("LearningRateMonitor", "every_n_steps", every_n_steps)
-        self._last_step = 0
 
-    def on_train_begin(self) -> None:
-        self._last_step = 0
-
-    def on_batch_begin(self) -> None:
-        # A hook for gradients would prevent compile='step' from compiling.
+    @runs_first  # schedulers set the next step's rate in this hook
+    def on_after_optimizer_step(self) -> None:
         loop = self.train_loop_obj
-        step = loop.global_step + 1
-        if step == self._last_step:  # this is not the first micro-batch of the step
-            return
-        self._last_step = step
-        if step % self.every_n_steps == 0 or step == 1:
+        if loop.global_step % self.every_n_steps == 0 or loop.global_step == 1:
             for name, group in groups_with_rates(loop.optimizer):
                 # The rate is equal on all ranks, so no average is needed.
                 self.log(name, group["lr"], on_step=True, on_epoch=True, reduce="max", sync_dist=False)

@@ -35,7 +35,7 @@ class WeightAverage(AbstractCallback):
     Parameters
     ----------
     apply_on_train_end : bool
-        If True, the average replaces the model's weights at the end.
+        If True, the average replaces the model's weights at the end. Of several averages, the last one does.
 
     Attributes
     ----------
@@ -175,6 +175,10 @@ class WeightAverage(AbstractCallback):
 
     @logs_nothing
     def on_train_end(self) -> None:
+        for other in self.train_loop_obj.callbacks if self.apply_on_train_end else ():
+            if isinstance(other, WeightAverage) and other is not self and other._trained is not None:
+                self._continue_from(other._trained)  # the other average is in the model, and this one takes its place
+                other._trained = None
         self._before_use()
         if self.apply_on_train_end:
             weights = self.weights()
@@ -256,11 +260,13 @@ class ExponentialMovingAverage(WeightAverage):
         always starts from the weights at that step.
     evaluate : bool
         After each epoch, compute the average's loss on the validation set, and record it as ``ema_val_loss``; the parts
-        of a ``MultiLoss`` are ``ema_val_loss_<name>``.
+        of a ``MultiLoss`` are ``ema_val_loss_<name>``. With several averages, each has its own name, such as
+        ``ema_0.99_val_loss``.
     apply_on_train_end : bool
         Leave the averaged weights in the model when training ends, after the evaluation of the test set. (For the
-        average, call ``tl.evaluate(test_loader)`` after ``fit``.) A second ``fit`` with this callback continues from
-        the trained weights, unless you change the model in between; without it, from the average.
+        average, call ``tl.evaluate(test_loader)`` after ``fit``.) Of several averages, the model gets the last one. A
+        second ``fit`` with this callback continues from the trained weights, unless you change the model in between;
+        without it, from the average.
 
     Raises
     ------
@@ -307,11 +313,21 @@ class ExponentialMovingAverage(WeightAverage):
         check_counts(self, "start_step", least=0)
         self.state_key = f"decay {self.decay}"
         self._copies = 0  # updates up to start_step, which copied the weights
+        self._metric = "ema_val_loss"
 
     def on_train_loop_registration(self) -> None:
-        if self.evaluate:
-            owner = "ExponentialMovingAverage(evaluate=True)"
-            require_loader(self.train_loop_obj, "validation_loader", owner)
+        if not self.evaluate:
+            return
+        owner = "ExponentialMovingAverage(evaluate=True)"
+        require_loader(self.train_loop_obj, "validation_loader", owner)
+        averages = [one for one in self.train_loop_obj.callbacks if isinstance(one, ExponentialMovingAverage)]
+        decays = [one.decay for one in averages if one.evaluate]
+        self._metric = f"ema_{self.decay}_val_loss" if len(decays) > 1 else "ema_val_loss"
+        if decays.count(self.decay) > 1:
+            raise ConfigurationError(
+                f"{owner}: several averages have decay={self.decay}, so their losses would have the same name. "
+                "Evaluate only one of them, or give them different decays."
+            )
 
     def on_after_optimizer_step(self) -> None:
         loop = self.train_loop_obj
@@ -363,7 +379,7 @@ class ExponentialMovingAverage(WeightAverage):
 
     def state_dict(self) -> dict[str, Any]:
         self._follow_weights()
-        return {**super().state_dict(), "copies": self._copies, "metric": "ema_val_loss"}
+        return {**super().state_dict(), "copies": self._copies, "metric": self._metric}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -376,7 +392,7 @@ class ExponentialMovingAverage(WeightAverage):
                 loss = loop.evaluate_loss_on_validation_set()
             losses = {"": math.fsum(loss.values()), **loss} if isinstance(loss, dict) else {"": loss}
             for name, value in losses.items():
-                loop.insert_metric_result_into_history(f"ema_val_loss{name and '_' + name}", value)
+                loop.insert_metric_result_into_history(f"{self._metric}{name and '_' + name}", value)
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
@@ -433,7 +449,8 @@ class StochasticWeightAveraging(WeightAverage):
         Learning rate, the same for all parameter groups. If you pass a number, use no other scheduler from epoch
         ``start`` on. ``None`` leaves the rate to the optimizer and its schedulers.
     start : int or float
-        Epochs before averaging starts; a float in (0, 1) is a fraction of ``num_epochs``.
+        Epochs before averaging starts, counted over all calls of ``fit``; a float in (0, 1) is a fraction of the epochs
+        of the ``fit`` in which it starts.
     anneal_epochs : int
         Number of epochs over which the learning rate changes to ``swa_lr``.
     anneal_strategy : {'cos', 'linear'}
@@ -482,6 +499,7 @@ class StochasticWeightAveraging(WeightAverage):
         check_flags(type(self).__name__, update_batchnorm=self.update_batchnorm)
         self.first_rates: list[float] = []
         """Learning rate of each parameter group when averaging started; empty before that."""
+        self._begun_epoch: int | None = None
         self._pass: _StatisticsPass | None = None
 
     def on_train_loop_registration(self) -> None:
@@ -501,20 +519,26 @@ class StochasticWeightAveraging(WeightAverage):
 
     def reset(self) -> None:
         super().reset()
-        self.first_rates = []
+        self.first_rates, self._begun_epoch = [], None
 
     @property
     def start_epoch(self) -> int:
         """Index of the epoch in which the learning rate begins to change."""
         if isinstance(self.start, int):
             return self.start
-        return int(self.start * self.train_loop_obj.num_epochs)
+        if self._begun_epoch is not None:  # a later fit, whose length may be another, continues
+            return self._begun_epoch
+        run = self.train_loop_obj.watch()
+        return (0 if run is None else run.start_epoch) + int(self.start * self.train_loop_obj.num_epochs)
 
     def on_epoch_begin(self) -> None:
         super().on_epoch_begin()
         loop = self.train_loop_obj
         since = loop.epoch - self.start_epoch
-        if since < 0 or self.swa_lr is None:
+        if since < 0:
+            return
+        self._begun_epoch = loop.epoch - since
+        if self.swa_lr is None:
             return
         groups = loop.optimizer.param_groups
         # A group that was added since begins with its own rate.
@@ -578,11 +602,12 @@ class StochasticWeightAveraging(WeightAverage):
             self._pass.end()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "first_rates": list(self.first_rates)}
+        return {**super().state_dict(), "first_rates": list(self.first_rates), "begun_epoch": self._begun_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.first_rates = list(state["first_rates"])
+        self._begun_epoch = state.get("begun_epoch")  # older checkpoints lack it
 
 
 class _StatisticsPass:

@@ -355,7 +355,7 @@ class LoopState:
     @property
     def step_skipped(self) -> bool:
         """True if AMP skipped the last optimizer step. Reading it waits for the device if there is a scaler."""
-        return any(bool(found.item()) for found in self.progress.found_inf)
+        return any(bool(found.item()) for _, found in self.progress.found_inf)
 
     @property
     def timings(self) -> Timings:

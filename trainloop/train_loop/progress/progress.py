@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 
 @dataclass
@@ -19,7 +20,7 @@ class Progress:
     """Index of the current or last batch, counted from 0 over all epochs; -1 before the first."""
     last_loss: Tensor | None = None
     """Loss of this process's last batch, on its device; reading it waits for the device."""
-    found_inf: list[Tensor] = field(default_factory=list)
-    """For each device of the last step, a tensor that is nonzero if its scaled gradients overflowed."""
+    found_inf: list[tuple[Optimizer, Tensor]] = field(default_factory=list)
+    """For each optimizer and device of the last step, a tensor that is nonzero if its scaled gradients overflowed."""
     epoch_ends: bool = False
     """True if a callback has ended the running epoch."""

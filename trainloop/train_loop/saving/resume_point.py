@@ -100,9 +100,13 @@ def checkpoint_to_resume(loop: LoopState, resume_from: Any) -> dict[str, Any] | 
                 "resume_from='last' needs a ModelCheckpoint in callbacks, to know which folder to search. "
                 "Add the ModelCheckpoint of the first run, or pass a checkpoint's path."
             )
-        state = keepers[0].last_state(whole=whole)
+        if len(keepers) > 1:
+            keepers.sort(key=lambda keeper: keeper.last_stamp(), reverse=True)
+        states = (keeper.last_state(whole=whole) for keeper in keepers)
+        state = next((state for state in states if state is not None), None)
         if state is None:
-            loop.report(f"resume_from='last': no checkpoint in {keepers[0].dirpath} yet. Training starts from scratch.")
+            folders = ", ".join(dict.fromkeys(keeper.dirpath for keeper in keepers))
+            loop.report(f"resume_from='last': no checkpoint in {folders} yet. Training starts from scratch.")
     else:
         state = checkpoint.load(resume_from, whole=whole)
     if state is not None and not _callbacks_may_fit_model(loop):

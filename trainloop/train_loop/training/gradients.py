@@ -574,12 +574,17 @@ class Gradients:
                 scaler.step(optimizer)
         # Private in torch 2.6 to 2.13, which have no other way to report a skipped step without waiting for the device.
         states = scaler._per_optimizer_states
+        several = len(optimizers) > 1  # update() adds the others' values to the first tensor
         self._run.loop.progress.found_inf = [
-            found for optimizer in optimizers for found in states[id(optimizer)]["found_inf_per_device"].values()
+            (optimizer, found.clone() if several else found)
+            for optimizer in optimizers
+            for found in states[id(optimizer)]["found_inf_per_device"].values()
         ]
-        if len(optimizers) > 1:  # update() adds the others' values to the first tensor
-            self._run.loop.progress.found_inf = [found.clone() for found in self._run.loop.progress.found_inf]
         scaler.update()
+
+    def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return True if AMP skipped the last step of one of the optimizers. Waits for the device."""
+        return any(bool(found.item()) for one, found in self._run.loop.progress.found_inf if one is optimizer)
 
 
 def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:

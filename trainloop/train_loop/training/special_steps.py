@@ -73,7 +73,7 @@ class AlternatingTraining(Training):
                 self.expects(size)
             generators.append(place.evaluated.get_loss(batch, loop.criterion, place.device))
         shown: list[list[Yielded]] = [[] for _ in step.batches]
-        found_inf: list[torch.Tensor] = []
+        found_inf: list[tuple[torch.optim.Optimizer, torch.Tensor]] = []
         self.losses_stepped = 0
         for optimizer in gradients.optimizers:
             drop_gradients(optimizer)
@@ -98,8 +98,10 @@ class AlternatingTraining(Training):
     def step(self) -> None:
         """Finish the step; the optimizers have already stepped, each after its loss."""
         self.count_step()
-        recorder = self.recorder
+        recorder, progress = self.recorder, self.loop.progress
+        progress.total_iteration_idx -= len(self._sizes)
         for recorder.batch_size in self._sizes:
+            progress.total_iteration_idx += 1
             for hook in self.hooks.on_batch_end:
                 hook()
 

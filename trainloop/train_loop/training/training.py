@@ -193,6 +193,7 @@ class Training(Run):
                         clock.data += perf_counter() - asked
                     self._note_cut(ended_by)
                     if not ended_by & ~(EARLY_STOP | END_EPOCH):
+                        loop.history.begin_row(loop.epoch, cut=loop.cut is not None)
                         self._hold()
                         self._finish_epoch()
                         ended_by = (ended_by | self._agree_at_epoch_end()) & ~END_EPOCH
@@ -627,7 +628,6 @@ class Training(Run):
         # Check this before spending time on an evaluation and another epoch with different weights on ranks.
         self.gradients.check_same_weights()
         self.recorder.between_steps(loop.global_step)
-        loop.history.begin_row(loop.epoch, cut=loop.cut is not None)
         losses = self._record_epoch()
         self.clock.end_epoch()  # after the logs are read, when the device has finished the steps
         self.advice.nan(losses)
@@ -826,7 +826,7 @@ class Training(Run):
         self.loop.progress.global_step += 1
         self.epoch_steps += 1
         if found := self.loop.progress.found_inf:
-            self.advice.note_skipped(found)
+            self.advice.note_skipped([of_device for _, of_device in found])
         for hook in self.hooks.on_after_optimizer_step:
             hook()
 
