@@ -537,6 +537,7 @@ HINTS = {
     "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error.": "shared memory ran out",
     "ConnectionResetError: in data/dataloader.py: ConnectionResetError": "a DataLoader worker died",
     "RuntimeError: Expected to have finished reduction in the prior iteration": "find_unused_parameters",
+    "RuntimeError: Expected to mark a variable ready only once.": "use_reentrant=False",
     "RuntimeError: Expected sparse gradient to be defined.": "sparse=False",
     "RuntimeError: Expected variable to have sparse gradient.": "a penalty on its weights",
     "RuntimeError: op.preamble.length <= op.nbytes. 20 vs 12": "different collectives",
@@ -550,6 +551,11 @@ def test_hints_where_the_cause_is_known(text: str) -> None:
     failure = record(0, 0, type=kind, message=message)
     assert HINTS[text] in hint(failure)
     assert "Hint: " in str(worker_failed_error(failure, world_size=2, ended=[1]))
+
+
+@pytest.mark.parametrize("words", ["size mismatch for bank: copying a param", "shape mismatch: indexing tensors"])
+def test_errors_of_one_rank_have_no_hint_about_the_others(words: str) -> None:
+    assert hint(record(0, 0, type="RuntimeError", message=words)) == ""
 
 
 @pytest.mark.parametrize(

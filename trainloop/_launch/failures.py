@@ -241,6 +241,11 @@ _HINTS = [
     ),
     (r"Too many open files", "file descriptors ran out: raise the limit (ulimit -n), or use fewer DataLoader workers."),
     (
+        r"Expected to mark a variable ready only once",
+        "pass use_reentrant=False to torch.utils.checkpoint, or ddp_model_args={'static_graph': True} if every step "
+        "runs the same layers.",
+    ),
+    (
         r"Expected to have finished reduction|find_unused_parameters|did not receive grad",
         "some parameters do not contribute to the loss: pass ddp_model_args={'find_unused_parameters': True}, or "
         "freeze them with requires_grad_(False).",
@@ -260,7 +265,7 @@ _HINTS = [
         "a DataLoader worker died. The usual cause is lack of memory. With num_workers=0, the rank raises its error.",
     ),
     (
-        r"op\.preamble\.length|mismatch|gloo::EnforceNotMet|Detected mismatch between collectives",
+        r"op\.preamble\.length|collective mismatch|gloo::EnforceNotMet|Detected mismatch between collectives",
         "ranks called different collectives, or passed different shapes. Every rank must make the same calls in the "
         "same order (TORCH_DISTRIBUTED_DEBUG=DETAIL shows the calls). For different shapes, as with an uneven last "
         "batch, use trainloop.distributed.all_gather(value, concat=True).",

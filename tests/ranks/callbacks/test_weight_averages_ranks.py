@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.sharded_models import needs_fsdp_on_cpu
 from torch import Tensor, nn, optim
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
@@ -35,11 +36,20 @@ class Norms(TTBasicModel):
         return self.fc(self.twice(self.twice(x) + 1))
 
 
-def loop_of(model: Any, ranks: int) -> TrainLoop[Any]:
-    loader = DataLoader(make_data(103), 8)
+class Norm(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.norm(input=x))  # type: ignore[no-any-return]
+
+
+def loop_of(model: Any, ranks: int, samples: int = 103, mode: Any = "ddp") -> TrainLoop[Any]:
+    loader = DataLoader(make_data(samples), 8)
     sgd = optim.SGD(model.parameters(), lr=0.05)
     return TrainLoop(
-        model, loader, loader, None, sgd, nn.CrossEntropyLoss(), gpu_mode="ddp", accelerator="cpu", devices=ranks,
+        model, loader, loader, None, sgd, nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu", devices=ranks,
         progress_bar=False,
     )  # fmt: skip
 
@@ -64,6 +74,18 @@ def test_each_batchnorm_counts_the_batches_of_all_ranks(ranks: int) -> None:
     assert model.never.running_mean.tolist() == [5.0] * 8  # type: ignore[union-attr]
     update_bn(((x,) for x, _ in loop.train_loader), by_hand)
     torch.testing.assert_close(model.once.running_mean, by_hand.once.running_mean)
+
+
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=[needs_fsdp_on_cpu, pytest.mark.long])])
+def test_a_last_batch_of_one_sample_is_left_out_of_the_statistics(mode: str) -> None:
+    model = Norm()
+    loop = loop_of(model, 2, samples=105, mode=mode)
+    loop.fit(1, callbacks=[StochasticWeightAveraging(start=0)])  # the last step has 5 and 4 samples on the ranks
+    by_hand = copy.deepcopy(model)
+    update_bn([x for x, _ in loop.train_loader if len(x) > 1], by_hand)
+    torch.testing.assert_close(model.norm.running_mean, by_hand.norm.running_mean)
+    torch.testing.assert_close(model.norm.running_var, by_hand.norm.running_var)
+    assert model.norm.num_batches_tracked == 13
 
 
 @pytest.mark.long

@@ -205,9 +205,9 @@ def test_what_is_no_loss_is_refused(loss: Any, message: str) -> None:
         ([["a", "b"], ["c"]], ["a", "b", "c"]),
         ([("a", "b"), ("c",)], ("a", "b", "c")),
         ([(t(1), ["a"], {}), (t(1), ["b"], {})], (torch.tensor([0, 0]), ["a", "b"], {})),
-        ([Point(t(1), 2), Point(t(1), 3)], Point(torch.tensor([0, 0]), 2)),
+        ([Point(t(1), 2), Point(t(1), 2)], Point(torch.tensor([0, 0]), 2)),
         ([{"a": {"b": t(1)}}, {"a": {"b": t(1)}, "late": 5}], {"a": {"b": torch.tensor([0, 0])}, "late": 5}),
-        ([torch.tensor(1.0), torch.tensor(2.0)], torch.tensor(1.0)),
+        ([torch.tensor(1.0), torch.tensor(1.0)], torch.tensor(1.0)),
         (["one", "one"], "one"),
         ([None, None], None),
         ([[], ["a"]], ["a"]),
@@ -597,6 +597,14 @@ def test_dp_refuses_the_result_of_torch_compile_and_accepts_a_module_compiled_in
     blocks[1].compile(backend="eager")
     x = torch.ones(4, 2)
     torch.testing.assert_close(TTDataParallel(blocks, devices=2)(x), blocks(x))
+
+
+@pytest.mark.parametrize("values", [(torch.tensor(1.5), torch.tensor(2)), (1, float("nan")), ("a", "b")], ids=repr)
+def test_parts_that_predict_other_values_without_rows_are_an_error(values: tuple[Any, Any]) -> None:
+    given = [(t(2), t(2), {"loss": value}) for value in values]
+    with pytest.raises(ConfigurationError, match=r"without rows for a part of a batch, and .* for another"):
+        parts.combine_predictions(given, [2, 2])
+    assert parts.combine_predictions([float("nan"), float("nan")], [2, 2]) != 0
 
 
 def test_parts_of_which_some_predict_none_are_an_error() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.func import functional_call
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
@@ -474,3 +475,40 @@ def test_a_kept_view_of_a_gathered_parameter_warns_in_fsdp() -> None:
     with pytest.raises(WorkerFailedError, match=r"the attribute last of Keeps shares the memory of c\.weight.*\.clone"):
         trained(Keeps(), "fsdp")
     trained(Keeps("clone"), "fsdp")
+
+
+class Apart(TTModel):
+    """Its ranks' weights become different: an embedding changes its own, or two recomputations hide them from DDP."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.words = nn.Embedding(40, 4, max_norm=0.1 if how == "max_norm" else None)
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x = self.words(batch_data[0])
+        if self.how == "max_norm":
+            return self.head(self.layer(x)).square().mean()
+        first, second = (checkpoint(self.layer, x * k, use_reentrant=True) for k in (1, 2))
+        return self.head(first).square().mean() + second.square().mean()
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize(
+    "how, cause",
+    [
+        ("max_norm", r"words\.weight .* An embedding with max_norm changes its weight in forward"),
+        ("checkpoint", r"layer\.weight .* needs use_reentrant=False"),
+    ],
+)
+def test_weights_that_differ_for_a_known_cause(how: str, cause: str) -> None:
+    model = Apart(how)
+    loader = DataLoader(TensorDataset(torch.arange(40)), 4)
+    sgd = optim.SGD(model.parameters(), lr=0.1)
+    loop = TrainLoop(model, loader, None, None, sgd, gpu_mode="ddp", accelerator="cpu", devices=2, progress_bar=False)
+    with pytest.raises(WorkerFailedError, match=r"the ranks' weights differ: " + cause):
+        loop.fit(1)

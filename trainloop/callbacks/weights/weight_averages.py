@@ -441,7 +441,7 @@ class StochasticWeightAveraging(WeightAverage):
     short is not at its end. The learning rate changes to ``swa_lr``
     within ``anneal_epochs`` and stays there, as with torch's ``SWALR``. When training ends, the model has the averaged
     weights. An additional pass over the training set recomputes the BatchNorm statistics, like torch's ``update_bn``
-    (but with dropout off, and not of layers in evaluation mode).
+    (but with dropout off, not of layers in evaluation mode, and without batches that have one value per channel).
 
     Parameters
     ----------
@@ -614,7 +614,8 @@ class _StatisticsPass:
     """Recompute BatchNorm's running statistics in one pass over a dataset, and average them over ranks.
 
     As with torch's ``update_bn``, each layer counts its own batches: a layer may be called in some batches only, or
-    several times for a batch. A layer without a batch on any rank keeps the statistics of the training.
+    several times for a batch. A layer without a batch on any rank keeps the statistics of the training. A batch with
+    one value per channel is left out: ranks read whole batches here, so the last may be smaller than any in training.
     """
 
     def __init__(self, norms: list[Any]) -> None:
@@ -623,14 +624,17 @@ class _StatisticsPass:
         self.trained = [[buffer.clone() for buffer in _statistics(norm)] for norm in norms]
         self.sums: list[Any] = []
         self.batches: list[int] = []
+        self.hooks: list[Any] = []
 
     def begin(self) -> None:
         for norm in self.norms:
             norm.reset_running_stats()
             norm.momentum = None  # with None, torch averages all batches with equal weights
-            norm.training = True  # the rest of the model is in evaluation mode, with its dropout off
+            self.hooks.append(norm.register_forward_pre_hook(_train_on_several_values, with_kwargs=True))
 
     def end(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
         # The sums are taken now, because each rank's buffers are restored after the pass.
         for norm, (momentum, training) in zip(self.norms, self.before, strict=True):
             batches = int(norm.num_batches_tracked)
@@ -651,6 +655,12 @@ class _StatisticsPass:
             new = [mean / batches, var / batches, batches] if batches else trained
             for buffer, value in zip(_statistics(norm), new, strict=True):
                 buffer.copy_(value) if isinstance(value, Tensor) else buffer.fill_(value)
+
+
+def _train_on_several_values(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # The rest of the model is in evaluation mode, with its dropout off.
+    (inputs,) = (*args, *kwargs.values())
+    norm.training = inputs.numel() > inputs.size(1)
 
 
 def _statistics(norm: Any) -> list[Tensor]:

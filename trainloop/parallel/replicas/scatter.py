@@ -517,9 +517,9 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
     """Join the predictions of a batch's parts into the predictions of the whole batch.
 
     Tensors and arrays are concatenated, lists are rows and are joined, dicts and tuples are joined by entry, and so are
-    lists of :func:`are_columns`; a tuple of plain items is rows, too, and so is one of :func:`are_rows`. Scalars,
-    strings and other objects are taken from the first part. Rows of different shapes, such as sequences that are padded
-    to the longest of their part, become a list.
+    lists of :func:`are_columns`; a tuple of plain items is rows, too, and so is one of :func:`are_rows`. Numbers and
+    strings must be the same for all parts; other objects are taken from the first part. Rows of different shapes, such
+    as sequences that are padded to the longest of their part, become a list.
 
     Parameters
     ----------
@@ -541,11 +541,11 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
         parts = [_as_row(part, like) if one else part for part, one in zip(parts, ones)]
     first = parts[0]
     if isinstance(first, Tensor):
-        return _concatenated(torch.cat, parts, sizes, dim) if first.ndim else first
+        return _concatenated(torch.cat, parts, sizes, dim) if first.ndim else _of_all(parts)
     if is_table(first):
         return join_tables(parts)
     if isinstance(first, np.ndarray):
-        return _concatenated(join_arrays, parts, sizes, dim) if first.ndim else first
+        return _concatenated(join_arrays, parts, sizes, dim) if first.ndim else _of_all(parts)
     if isinstance(first, MutableMapping):
         merged = copy.copy(first)
         for key in first:
@@ -567,7 +567,21 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
         return with_parts(first, entries)
     if getattr(first, "ndim", 0):  # an array of another library
         return [row for part in parts for row in part]
-    return first
+    return _of_all(parts)
+
+
+def _of_all(values: Sequence[Any]) -> Any:
+    """Return a value that has no rows, so it is one of the whole batch: the same for all parts."""
+    first, *others = (value.item() if isinstance(value, (Tensor, np.ndarray)) else value for value in values)
+    is_plain = isinstance(first, (str, bytes, bool, int, float, complex, np.generic))
+    for other in others if is_plain else ():
+        if other != first and (other == other or first == first):  # NaN is equal to itself here
+            raise ConfigurationError(
+                f"gpu_mode='dp': get_predictions returned {first!r} without rows for a part of a batch, and {other!r} "
+                "for another part. In dp, it runs once for each part, so a value of the whole batch, such as a mean "
+                "over its samples, can't be known. Return a row for each sample, or use gpu_mode='ddp' or 'single'."
+            )
+    return values[0]
 
 
 def _concatenated(concatenate: Callable[..., Any], arrays: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:

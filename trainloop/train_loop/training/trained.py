@@ -33,6 +33,16 @@ _HOOKS = {
     "_backward_hooks": "register_hook",
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
 }
+_CAUSES_OF_OTHER_WEIGHTS = (
+    "Either gradients were not averaged (a layer that torch.utils.checkpoint recomputes several times in a step "
+    "needs use_reentrant=False), or only some ranks changed their weights. Compute losses in get_loss, and change "
+    "parameters on every rank in the same way: in a callback, since get_loss is not called on a rank without "
+    "samples of an epoch's last step. If the first forward pass initializes parameters, call the model once before "
+    "fit. If a launcher started the processes, an optimizer that has a state before fit needs the same state in all "
+    "of them. An optimizer or a hook that draws random numbers must draw the same on all ranks: keep a "
+    "torch.Generator or random.Random with a fixed seed in it, and pass it to each draw; or, in a subclass, call "
+    "super().step() within torch.random.fork_rng(), after torch.manual_seed(number of the step)."
+)
 
 
 class TrainedParameters:
@@ -263,16 +273,16 @@ class TrainedParameters:
         odd = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
         values = tensor.detach()
         distance = (distributed.all_reduce(values, "max") - distributed.all_reduce(values, "min")).abs().max()
+        part = dict(self._model.named_modules()).get(name.rpartition(".")[0])
+        causes = _CAUSES_OF_OTHER_WEIGHTS
+        if getattr(part, "max_norm", None) is not None:
+            causes = (
+                "An embedding with max_norm changes its weight in forward, on each rank for the rank's own samples. "
+                "Leave max_norm out and scale rows in a callback's on_after_optimizer_step."
+            )
         raise ConfigurationError(
             f"the ranks' weights differ: {name} differs by up to {float(distance):.3g} between rank 0 and rank "
-            f"{', '.join(map(str, odd))}. Either gradients were not averaged, or only some ranks changed their "
-            "weights. Compute losses in get_loss, and change parameters on every rank in the same way: in a callback, "
-            "since get_loss is not called on a rank without samples of an epoch's last step. If the first forward pass "
-            "initializes parameters, call the model once before fit. If a launcher started the processes, an optimizer "
-            "that has a state before fit needs the same state in all of them. An optimizer or a hook that draws random "
-            "numbers must draw the same on all ranks: keep a torch.Generator or random.Random with a fixed seed in it, "
-            "and pass it to each draw; or, in a subclass, call super().step() within "
-            "torch.random.fork_rng(), after torch.manual_seed(number of the step)."
+            f"{', '.join(map(str, odd))}. {causes}"
         )
 
     def _buffers_beside(self) -> dict[str, Tensor]:
