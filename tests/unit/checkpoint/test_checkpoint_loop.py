@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import signal
@@ -35,6 +36,7 @@ from trainloop.callbacks import (
     LearningRateMonitor,
     LRScheduler,
     ModelCheckpoint,
+    TerminateOnNaN,
 )
 from trainloop.callbacks.base import Saver
 from trainloop.data import SplitBatches
@@ -618,7 +620,7 @@ def test_the_monitors_patience_goes_on(tmp_path: Path) -> None:
 
 
 class EverySecondEpoch(AbstractCallback):
-    """Measures at steps or at the end of epochs: in the first epoch, the third and so on."""
+    """Measures at steps or at the end of epochs: NaN in the first epoch, 2 in the third and so on."""
 
     def __init__(self, hook: str) -> None:
         super().__init__("every second epoch")
@@ -626,7 +628,7 @@ class EverySecondEpoch(AbstractCallback):
 
     def measure(self) -> None:
         if self.train_loop_obj.epoch % 2 == 0 and self.train_loop_obj.global_step % 11 in (0, 5):
-            self.log("measured_loss", self.train_loop_obj.epoch)
+            self.log("measured_loss", self.train_loop_obj.epoch or math.nan)
 
 
 class Judged(torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -644,7 +646,7 @@ def test_a_monitor_that_only_the_resumed_run_has_does_not_judge_old_values(hook:
     schedule = LRScheduler(Judged, monitor="measured_loss", interval="step" if at_steps else "epoch", patience=9)
     stopping = EarlyStopping("measured_loss", patience=9, every_n_steps=1 if at_steps else None)
     keeper = ModelCheckpoint(tmp_path / "best", monitor="measured_loss", keep=None)
-    callbacks = [EverySecondEpoch(hook), schedule, stopping, keeper]
+    callbacks = [EverySecondEpoch(hook), schedule, stopping, keeper, TerminateOnNaN("measured_loss")]
     make_loop().fit(num_epochs=4, callbacks=callbacks, resume_from=first.last_path)
     assert stopping.best == 2
     assert set(schedule.scheduler.judged) == {2}

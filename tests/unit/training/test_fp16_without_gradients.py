@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
-from trainloop.callbacks import LRScheduler
+from trainloop.callbacks import ExponentialMovingAverage, LRScheduler
 
 
 class Two(TTModel):
@@ -132,10 +132,12 @@ def test_an_optimizer_whose_steps_are_all_skipped_is_named(cls: type[Two]) -> No
 
 
 @pytest.mark.parametrize("cls", [OneBroken, OneBrokenYields])
-def test_the_schedule_of_an_optimizer_counts_its_own_steps(cls: type[Two]) -> None:
+def test_schedules_count_the_steps_of_their_optimizers_and_an_average_those_of_any(cls: type[Two]) -> None:
     schedules = [LRScheduler(ExponentialLR, "step", optimizer_idx=i, gamma=0.5) for i in range(2)]
-    trained(cls, frozen=False, callbacks=schedules)
+    average = ExponentialMovingAverage(0.5)
+    trained(cls, frozen=False, callbacks=[*schedules, average])
     assert [schedule.scheduler.last_epoch for schedule in schedules] == [5, 0]
+    assert average.updates == 5
 
 
 @pytest.mark.parametrize("fp16", [False, True])

@@ -104,6 +104,7 @@ class TerminateOnNaN(GradientCallbackBase):
     def on_train_begin(self) -> None:
         loop = self.train_loop_obj
         self.found = None
+        self._metric.begin(loop)
         self._end_registrations()
         self._registrations = note_registrations(lambda *_: self._parameters.clear())
         self._forget_values()

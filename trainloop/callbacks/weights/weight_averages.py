@@ -332,7 +332,7 @@ class ExponentialMovingAverage(WeightAverage):
     def on_after_optimizer_step(self) -> None:
         loop = self.train_loop_obj
         # A skipped step did not change the weights; averaging would count them twice.
-        if loop.step_skipped:
+        if loop.step_skipped and loop.watch().gradients.skipped_all:
             return
         if loop.global_step <= self.start_step:
             self.update()

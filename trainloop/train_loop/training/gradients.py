@@ -582,6 +582,11 @@ class Gradients:
         ]
         scaler.update()
 
+    @property
+    def skipped_all(self) -> bool:
+        """True if AMP skipped the last step of all optimizers. Waits for the device."""
+        return all(self.skipped(one) for one, _ in self._run.loop.progress.found_inf)
+
     def skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return True if AMP skipped the last step of one of the optimizers. Waits for the device."""
         return any(bool(found.item()) for one, found in self._run.loop.progress.found_inf if one is optimizer)
