@@ -460,8 +460,18 @@ def test_an_iterator_is_empty_the_second_time() -> None:
     assert len(list(feed.steps(1))) == 11
     feed.set_epoch(1)
     with pytest.raises(
-        ConfigurationError, match=r"train_loader yielded no batch in epoch 2, .* from the beginning each epoch"
+        ConfigurationError, match=r"train_loader yielded no batch in epoch 2, .* begins again in each epoch"
     ):
+        list(feed.steps(1))
+
+
+def test_drop_last_is_named_where_a_stream_has_no_full_batch() -> None:
+    class Few(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.zeros(3, 2))
+
+    feed = TrainFeed(DataLoader(Few(), 4, drop_last=True))
+    with pytest.raises(ConfigurationError, match=r"yielded no batch in epoch 1, .* or leave drop_last out"):
         list(feed.steps(1))
 
 

@@ -205,9 +205,14 @@ class TrainFeed:
             yield step
         self._position.end_epoch(complete=True)
         if not any_step:
+            hint = "An iterator can be read only once: pass an object whose __iter__ begins again in each epoch."
+            if getattr(self._users_loader, "drop_last", False):
+                hint = (
+                    "drop_last=True leaves out a batch that is not full: give each rank samples for a full one, pass a "
+                    "smaller batch_size, or leave drop_last out."
+                )
             raise ConfigurationError(
-                f"{self._name} yielded no batch in epoch {self._epoch + 1}, but training needs at least one. An "
-                "iterator can be read only once: pass an object whose __iter__ starts from the beginning each epoch."
+                f"{self._name} yielded no batch in epoch {self._epoch + 1}, but training needs at least one. {hint}"
             )
 
     def _with_checked_order(self, items: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
