@@ -52,7 +52,7 @@ from trainloop.train_loop.arguments.options import End, FitJob
 from trainloop.train_loop.progress.ending import described_ends, described_signals, has_work_at_end
 from trainloop.train_loop.progress.loop_state import LoopState, added_attributes
 from trainloop.train_loop.progress.running import Stage
-from trainloop.train_loop.progress.timings import StepClock, Timings
+from trainloop.train_loop.progress.timings import StepClock
 from trainloop.train_loop.run.idle import refuse_exchanges
 from trainloop.train_loop.run.losses import explain_backward, explain_freed_graph, read_loss, refuse_constant
 from trainloop.train_loop.run.placement import Placement
@@ -497,7 +497,7 @@ class Training(Run):
                 del self.feed
                 self._marks = None
         scaler_state = self.place.scaler.state_dict()
-        self.loop.note(timings_of_last_fit=Timings.over(self.clock.epochs), scaler_state=scaler_state)
+        self.loop.note(timings_of_last_fit=self.clock.timings(), scaler_state=scaler_state)
 
     # -- an epoch ----------------------------------------------------------------------------------------------------
 
