@@ -401,3 +401,17 @@ def test_a_state_of_tensors_without_a_storage_comes_back_and_is_resumed(
         assert all(type(mean) is Tensor and torch.equal(mean, mean.bfloat16().double()) for mean in means)
         trained.append([*model.parameters(), *means])
     assert all(map(torch.equal, *trained))
+
+
+@needs_fsdp_on_cpu
+def test_a_state_of_tensors_without_a_storage_is_sharded_as_plain_tensors() -> None:
+    x = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    model = Layered()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    for p in model.parameters():
+        optimizer.state[p]["own"] = Halves(torch.ones_like(p, dtype=torch.bfloat16))
+    TrainLoop(
+        model, DataLoader(TensorDataset(x, x), 2), optimizer=optimizer, criterion=nn.MSELoss(),
+        accelerator="cpu", progress_bar=False, gpu_mode="fsdp", devices=2,
+    ).fit(num_epochs=1)  # fmt: skip
+    assert all(torch.equal(optimizer.state[p]["own"], torch.ones_like(p)) for p in model.parameters())

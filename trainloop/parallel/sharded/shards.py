@@ -112,6 +112,9 @@ def state_like(parameter: Any, value: Tensor) -> Any:
     """
     if not is_sharded(parameter) or is_sharded(value) or not value.ndim:
         return value
+    value = value.detach()
+    if type(value) is not Tensor:  # of a library's own type (torchao's), which can't be cut at each row
+        value = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
     if value.shape == parameter.shape:
         return shard_like(value, parameter)
     full = parameter.detach().new_empty(value.shape, dtype=value.dtype)  # on the device of the shards
