@@ -114,6 +114,9 @@ def part_of(stored: StoredTensor, like: Any) -> Any:
     if shard.numel():
         wanted = (offsets, sizes)
         for (begin, length), part in parts_of(stored, wanted):
+            if type(part) is not Tensor and (tuple(begin), tuple(length)) == (tuple(offsets), tuple(sizes)):
+                shard = part  # of a library's own type (torchao's), which a copy into a plain tensor would lose
+                break
             common = _overlap(wanted, (begin, length))
             assert common is not None
             source = narrowed(part, [c - b for c, b in zip(common[0], begin)], common[1])
@@ -146,7 +149,8 @@ def _overlap(one: ShardSlice, other: ShardSlice) -> ShardSlice | None:
 def narrowed(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Return a view of a tensor: the slice that begins at ``offsets`` and has these sizes."""
     for dim, (begin, length) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, begin, length)
+        if length != tensor.size(dim):
+            tensor = tensor.narrow(dim, begin, length)
     return tensor
 
 

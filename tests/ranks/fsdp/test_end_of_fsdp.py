@@ -17,10 +17,11 @@ import torch
 from kit.ranks import run_own_ranks
 from kit.sharded_models import needs_fsdp_on_cpu
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel, TTModel
-from trainloop.callbacks import ExponentialMovingAverage
+from trainloop.callbacks import ExponentialMovingAverage, ModelCheckpoint
 
 WIDTH = 1024
 
@@ -333,3 +334,84 @@ def test_shards_that_one_rank_alone_keeps_are_named_and_others_come_back_whole(c
     whole = next(model.parameters()).shape
     assert [len(part) for part in keeps.last] == [whole[0] // 2]  # one step, rank 0's half
     assert keeps.average["ema"][0].shadow[0].shape == next(iter(ema.average.values())).shape == whole
+
+
+class Halves(Tensor):
+    """A tensor in bfloat16 that appears as float64. It has no storage of its own, like a state in 8 bits of torchao."""
+
+    half_: Tensor
+
+    @staticmethod
+    def __new__(cls, half: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, half.shape, dtype=torch.float64)  # type: ignore[attr-defined]
+
+    def __init__(self, half: Tensor) -> None:
+        self.half_ = half
+
+    def __tensor_flatten__(self) -> Any:
+        return ["half_"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, *_: Any) -> Any:
+        return cls(parts["half_"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        halves = [arg.half_ if isinstance(arg, Halves) else arg for arg in args]
+        found = func(*halves, **(kwargs or {}))
+        return cls(found) if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default) else found
+
+
+torch.serialization.add_safe_globals([Halves])
+
+
+class HalfMomentum(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if "mean" not in self.state[p]:
+                zeros = Halves(torch.zeros_like(p.to_local(), dtype=torch.bfloat16))
+                mesh: Any = (p.device_mesh, p.placements)
+                self.state[p]["mean"] = DTensor.from_local(
+                    zeros, *mesh, run_check=False, shape=p.shape, stride=p.stride()
+                )
+            mean = self.state[p]["mean"].to_local()
+            assert type(mean) is Halves
+            p.to_local().add_(mean.half_.lerp_(p.grad.to_local().bfloat16(), 0.5), alpha=-0.1)
+
+
+@needs_fsdp_on_cpu
+def test_a_state_of_tensors_without_a_storage_comes_back_and_is_resumed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    x = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    trained = []
+    for resumes in (False, True):
+        model = Layered()
+        optimizer = HalfMomentum(model.parameters())
+        loop = TrainLoop(
+            model, DataLoader(TensorDataset(x, x), 2), optimizer=optimizer, criterion=nn.MSELoss(),
+            accelerator="cpu", progress_bar=False, gpu_mode="fsdp", devices=2,
+        )  # fmt: skip
+        keeper = ModelCheckpoint(str(tmp_path), every_n_epochs=None, every_n_steps=1, keep=9)
+        found = next(tmp_path.glob("*step=00000002*")) if resumes else None
+        loop.fit(num_epochs=1, callbacks=[keeper], resume_from=found)
+        assert capfd.readouterr().err.count("an optimizer's state has tensors of Halves") == 1
+        means = [optimizer.state[p]["mean"] for p in model.parameters()]
+        assert all(type(mean) is Tensor and torch.equal(mean, mean.bfloat16().double()) for mean in means)
+        trained.append([*model.parameters(), *means])
+    assert all(map(torch.equal, *trained))
+
+
+@needs_fsdp_on_cpu
+def test_a_state_of_tensors_without_a_storage_is_sharded_as_plain_tensors() -> None:
+    x = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    model = Layered()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    for p in model.parameters():
+        optimizer.state[p]["own"] = Halves(torch.ones_like(p, dtype=torch.bfloat16))
+    TrainLoop(
+        model, DataLoader(TensorDataset(x, x), 2), optimizer=optimizer, criterion=nn.MSELoss(),
+        accelerator="cpu", progress_bar=False, gpu_mode="fsdp", devices=2,
+    ).fit(num_epochs=1)  # fmt: skip
+    assert all(torch.equal(optimizer.state[p]["own"], torch.ones_like(p)) for p in model.parameters())

@@ -175,7 +175,9 @@ def _is_plain_index(index: Any) -> bool:
 
 def _is_copy(part: Tensor, source: Tensor) -> bool:
     own, whole = local_shard(part), local_shard(source)
-    return own.numel() > 0 and own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+    if type(own) is not Tensor or not own.numel():  # tensors of a library's own type (torchao's) have no storage
+        return False
+    return own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
 
 
 def _changes(name: str) -> bool:

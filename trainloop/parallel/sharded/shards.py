@@ -112,6 +112,9 @@ def state_like(parameter: Any, value: Tensor) -> Any:
     """
     if not is_sharded(parameter) or is_sharded(value) or not value.ndim:
         return value
+    value = value.detach()
+    if type(value) is not Tensor:  # of a library's own type (torchao's), which can't be cut at each row
+        value = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
     if value.shape == parameter.shape:
         return shard_like(value, parameter)
     full = parameter.detach().new_empty(value.shape, dtype=value.dtype)  # on the device of the shards
@@ -171,10 +174,12 @@ def _own_part(value: Tensor, like: Any) -> Tensor:
 def free(tensor: Any) -> None:
     """Release the memory of this rank's shard; the tensor must no longer be used.
 
-    Memory that torch can't resize, such as pinned memory, is released with the last tensor that uses it.
+    Memory that torch can't resize, such as pinned memory, is released with the last tensor that uses it, and so is that
+    of tensors without a storage of their own (torchao's).
     """
-    storage = local_shard(tensor).untyped_storage()
-    if storage.resizable():
+    part = local_shard(tensor)
+    storage = part.untyped_storage()
+    if type(part) is Tensor and storage.resizable():
         storage.resize_(0)
 
 
@@ -188,6 +193,14 @@ def spread_like(part: Tensor, like: Any, shape: torch.Size) -> Any:
         return made
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=strides)
+
+
+def of_plain_type(tensor: Any) -> Any:
+    """Return a sharded tensor whose shards are plain, from one with shards of a library's own type (torchao's)."""
+    part = local_shard(tensor)
+    if type(part) is Tensor:
+        return tensor
+    return spread_like(torch.empty(part.shape, dtype=part.dtype, device=part.device).copy_(part), tensor, tensor.shape)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:

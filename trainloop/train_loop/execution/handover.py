@@ -399,7 +399,10 @@ def _tensor_attributes(loop: LoopState) -> dict[tuple[int, str], dict[str, Any]]
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+    except RuntimeError:  # a library's own type (torchao's), without a storage
+        return 0
 
 
 def _receive(loop: LoopState, state: dict[str, Any], callbacks: list[Any]) -> None:

@@ -29,6 +29,7 @@ from trainloop.parallel.sharded.shards import (
     is_sharded,
     local_shard,
     map_tensors,
+    of_plain_type,
     state_like,
     stays_whole,
     step_shards,
@@ -400,6 +401,7 @@ def _write_back(
     shards: list[Any] = []
     owners: list[tuple[Tensor | None, torch.device]] = []  # the tensor that gets the values, and where a new one goes
     states: list[tuple[dict[Any, Any], Any]] = []
+    own_types: set[str] = set()
     for p in parameters:
         if id(p) not in names:
             continue
@@ -423,16 +425,24 @@ def _write_back(
                 found: list[Tensor] = []
                 map_tensors(value, found.append)
                 for tensor in filter(is_sharded, found):
+                    if type(part := local_shard(tensor)) is not Tensor:
+                        own_types.add(type(part).__name__)
                     shards.append(tensor)
                     owners.append((before.get(key) if tensor is value else None, kept[name].device))
                 if any(map(is_sharded, found)):
                     states.append((own, key))
                 elif isinstance(value, Tensor) and value.device.type != "cpu" and receives:
                     own[key] = value.to(kept[name].device)
+    if own_types and distributed.is_global_zero():
+        warn_or_print(
+            f"gpu_mode='fsdp': an optimizer's state has tensors of {', '.join(sorted(own_types))}. They come back from "
+            "the ranks as plain tensors of their values, with which another fit continues. To continue with the "
+            "optimizer's own tensors, resume from a ModelCheckpoint, with as many ranks."
+        )
     in_file = None if file is None else _in_file(shards, file, frees=True)
     wholes: dict[int, Tensor] = {}
     for i, (home, device) in enumerate(owners):
-        full = full_tensor(shards[i]) if in_file is None else in_file[i]
+        full = full_tensor(of_plain_type(shards[i])) if in_file is None else in_file[i]
         if home is None or home.shape != full.shape or home.dtype != full.dtype:
             home = full.to(device) if in_file is None else full
         elif receives and in_file is None:
@@ -454,7 +464,7 @@ def _in_file(shards: Sequence[Any], file: ResultFile, *, frees: bool = False) ->
     all_here, kept = _all_here(), 0
     for shard, target in zip(shards, room, strict=True):
         if not (all_here and write_shard(shard, target)):
-            full = full_tensor(shard)
+            full = full_tensor(of_plain_type(shard))
             if _is_first_of_host():
                 target.copy_(full)
             del full
