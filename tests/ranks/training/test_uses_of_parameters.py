@@ -501,8 +501,8 @@ class Apart(TTModel):
 @pytest.mark.parametrize(
     "how, cause",
     [
-        ("max_norm", r"words\.weight .* An embedding with max_norm changes its weight in forward"),
-        ("checkpoint", r"layer\.weight .* needs use_reentrant=False"),
+        ("max_norm", r"the ranks' weights differ: words\.weight .* An embedding with max_norm changes its weight"),
+        ("checkpoint", r"(weights differ: layer\.weight|ready only once).* use_reentrant=False"),  # torch's, before 2.7
     ],
 )
 def test_weights_that_differ_for_a_known_cause(how: str, cause: str) -> None:
@@ -510,5 +510,5 @@ def test_weights_that_differ_for_a_known_cause(how: str, cause: str) -> None:
     loader = DataLoader(TensorDataset(torch.arange(40)), 4)
     sgd = optim.SGD(model.parameters(), lr=0.1)
     loop = TrainLoop(model, loader, None, None, sgd, gpu_mode="ddp", accelerator="cpu", devices=2, progress_bar=False)
-    with pytest.raises(WorkerFailedError, match=r"the ranks' weights differ: " + cause):
+    with pytest.raises(WorkerFailedError, match=f"(?s){cause}"):
         loop.fit(1)
