@@ -30,6 +30,7 @@ __all__ = [
     "logs_nothing",
     "matched_entries",
     "overrides_of_user",
+    "require_alone",
     "require_loader",
     "runs_first",
     "warn_of_misnamed_hooks",
@@ -482,6 +483,12 @@ def matched_entries(
                 left = [other for other in left if other is not entry]
                 found[number] = entry
     return [(callbacks[number], found[number]) for number in sorted(found)], left
+
+
+def require_alone(callback: AbstractCallback, kind: type[AbstractCallback]) -> None:
+    """Raise ConfigurationError if the loop of a callback has several callbacks of a class."""
+    if sum(isinstance(one, kind) for one in callback.train_loop_obj.callbacks) > 1:
+        raise ConfigurationError(f"callbacks has several {kind.__name__}s: pass only one.")
 
 
 def require_loader(loop: Any, loader: str, owner: str) -> None:
