@@ -151,6 +151,11 @@ class AbstractCallback:
         """Store the loop that this callback works for, then call :meth:`on_train_loop_registration`."""
         HookTable([self], self.device_idx_execution or 0)  # raises errors about hooks' signatures before ranks start
         if self.train_loop_obj is not None and self.train_loop_obj is not train_loop_obj:
+            if getattr(self.train_loop_obj, "running", None) is not None:
+                raise ConfigurationError(
+                    f"the callback {self.callback_name!r} is used by another loop, which is running. Create another "
+                    "callback for the inner training."
+                )
             self.reset()
         self.train_loop_obj = train_loop_obj
         self.on_train_loop_registration()
