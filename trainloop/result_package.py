@@ -66,7 +66,8 @@ def evaluate_result_package(
     Raises
     ------
     ConfigurationError
-        If ``package`` has another type, or the value of a metric is not a single number.
+        If ``package`` has another type, the value of a metric is not a single number, or two metrics of one name have
+        different values.
 
     Examples
     --------
@@ -80,12 +81,12 @@ def evaluate_result_package(
         found: dict[str, float] = {}
         for name, one in package.items():
             values = evaluate_result_package(one, y_pred, y_true, metadata)
-            found.update({name: next(iter(values.values()))} if len(values) == 1 else _prefixed(name, values))
+            add_metrics(found, {name: next(iter(values.values()))} if len(values) == 1 else _prefixed(name, values))
         return found
     if isinstance(package, Sequence):
         found = {}
         for one in package:
-            found.update(evaluate_result_package(one, y_pred, y_true, metadata))
+            add_metrics(found, evaluate_result_package(one, y_pred, y_true, metadata))
         return found
     if all(callable(getattr(package, name, None)) for name in ("update", "compute", "reset")):
         return _evaluate_torchmetrics(package, y_pred, y_true)
@@ -97,6 +98,23 @@ def evaluate_result_package(
         f"{package!r} can't score predictions.{hint} Pass a function of (y_pred, y_true, metadata), the name of a "
         "function of trainloop.result_package, a torchmetrics metric, or a list or dict of these."
     )
+
+
+def add_metrics(found: dict[str, float], more: Mapping[str, float]) -> None:
+    """Add metrics to ``found``.
+
+    Raises
+    ------
+    ConfigurationError
+        If two metrics have one name, but different values.
+    """
+    for name, value in more.items():
+        before = found.setdefault(name, value)
+        if before != value and (before == before or value == value):  # NaN equals NaN here
+            raise ConfigurationError(
+                f"two metrics have the name {name!r}, with the values {before:.6g} and {value:.6g}. Pass them in a "
+                "dict, under different names: {'first': metric, 'second': other_metric}."
+            )
 
 
 def check_metric_functions(package: Any, owner: str) -> None:

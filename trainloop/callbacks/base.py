@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
+from hashlib import sha256
+from pathlib import PurePath
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
@@ -24,9 +26,11 @@ __all__ = [
     "AbstractCallback",
     "HookTable",
     "Saver",
+    "identity_of",
     "logs_nothing",
     "matched_entries",
     "overrides_of_user",
+    "require_alone",
     "require_loader",
     "runs_first",
     "warn_of_misnamed_hooks",
@@ -115,6 +119,7 @@ class AbstractCallback:
     """Names of attributes that all ranks' copies get from rank 0's copy when training ends, such as a run's ID."""
     state_key: str = ""
     """Distinguishes the saved state from those of other callbacks with the same class and name, such as a metric."""
+    _arguments: str = ""  # digest of the arguments that it was made with
     writes: bool = False
     """True if hooks write files or send values to a service, so that ``preflight`` leaves the callback out."""
 
@@ -127,6 +132,8 @@ class AbstractCallback:
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 refuse(cls.__name__, kwargs, list(parameters)[1:])
             callback = super().__new__(cls)
+            if args or kwargs:
+                vars(callback)["_arguments"] = sha256(_text_of((args, kwargs)).encode()).hexdigest()[:16]
             if not hasattr(cls, "callback_name"):
                 # For a class whose __init__ does not call this one, such as a dataclass. Frozen ones refuse setattr.
                 vars(callback)["callback_name"] = cls.__name__
@@ -144,6 +151,11 @@ class AbstractCallback:
         """Store the loop that this callback works for, then call :meth:`on_train_loop_registration`."""
         HookTable([self], self.device_idx_execution or 0)  # raises errors about hooks' signatures before ranks start
         if self.train_loop_obj is not None and self.train_loop_obj is not train_loop_obj:
+            if getattr(self.train_loop_obj, "running", None) is not None:
+                raise ConfigurationError(
+                    f"the callback {self.callback_name!r} is used by another loop, which is running. Create another "
+                    "callback for the inner training."
+                )
             self.reset()
         self.train_loop_obj = train_loop_obj
         self.on_train_loop_registration()
@@ -448,27 +460,40 @@ def overrides_of_user(callback: AbstractCallback, name: str) -> bool:
     return name in callback.__dict__ or owner.__module__.partition(".")[0] != "trainloop"
 
 
+def identity_of(callback: AbstractCallback) -> dict[str, str]:
+    """Return the part of a callback's saved entry by which :func:`matched_entries` finds the callback again."""
+    return {
+        "type": type(callback).__name__,
+        "name": callback.callback_name,
+        "key": callback.state_key,
+        "arguments": callback._arguments,
+    }
+
+
 def matched_entries(
     callbacks: list[Any], saved: list[dict[str, Any]]
 ) -> tuple[list[tuple[Any, dict[str, Any]]], list[dict[str, Any]]]:
     """Return the callbacks with their saved entries, found by type and name, and the entries that are left.
 
-    Positions change when a callback is added to the list, so those with equal names are matched by ``state_key``, and
-    only equal ones are matched in order.
+    Positions change when a callback is added to the list, so those with equal names are matched by ``state_key`` and
+    the arguments that they were made with, and only equal ones are matched in order.
     """
     left, found = list(saved), {}
-    for by_key in (True, False):  # the key may have changed, and older checkpoints have none
+    # The arguments or the key may have changed, and older checkpoints have none.
+    for parts in (("type", "name", "key", "arguments"), ("type", "name", "key"), ("type", "name")):
         for number, callback in enumerate(callbacks):
-            same = (
-                entry
-                for entry in left
-                if (entry["type"], entry["name"]) == (type(callback).__name__, callback.callback_name)
-                and (not by_key or entry.get("key", "") == callback.state_key)
-            )
+            own = identity_of(callback)
+            same = (entry for entry in left if all(entry.get(part, "") == own[part] for part in parts))
             if number not in found and (entry := next(same, None)) is not None:
                 left = [other for other in left if other is not entry]
                 found[number] = entry
     return [(callbacks[number], found[number]) for number in sorted(found)], left
+
+
+def require_alone(callback: AbstractCallback, kind: type[AbstractCallback]) -> None:
+    """Raise ConfigurationError if the loop of a callback has several callbacks of a class."""
+    if sum(isinstance(one, kind) for one in callback.train_loop_obj.callbacks) > 1:
+        raise ConfigurationError(f"callbacks has several {kind.__name__}s: pass only one.")
 
 
 def require_loader(loop: Any, loader: str, owner: str) -> None:
@@ -490,6 +515,19 @@ def runs_first(hook: HookT) -> HookT:
     """Mark a hook that is called before those of all other callbacks, whatever its callback's ``execution_order``."""
     hook.runs_first = True  # type: ignore[attr-defined]
     return hook
+
+
+def _text_of(value: Any, depth: int = 0) -> str:
+    """Return a text that is equal for equal arguments, also in other processes; of most objects, only the class."""
+    if type(value) in (type(None), bool, int, float, complex, str, bytes):
+        return repr(value)
+    if isinstance(value, PurePath):
+        return repr(str(value))
+    if type(value) is dict:
+        value = sorted(value.items(), key=lambda item: str(item[0]))
+    if type(value) in (tuple, list) and depth < 8:  # a list may contain itself
+        return f"({', '.join(_text_of(one, depth + 1) for one in value)})"
+    return value.__qualname__ if isinstance(value, (type, FunctionType)) else type(value).__qualname__
 
 
 def _own_hooks(callbacks: Sequence[AbstractCallback], model: nn.Module | None) -> list[Any]:

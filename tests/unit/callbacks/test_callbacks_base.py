@@ -288,6 +288,18 @@ def test_a_callback_knows_its_loop() -> None:
     assert looks.state_dict() == {}
 
 
+def test_a_callback_of_a_running_loop_is_not_shared_with_an_inner_one() -> None:
+    class Inner(AbstractCallback):
+        def on_batch_end(self) -> None:
+            make_loop().fit(num_iterations=1, callbacks=[shared])
+
+    shared = EarlyStopping("loss", patience=9)
+    message = "the callback 'EarlyStopping' is used by another loop, which is running. Create another callback"
+    with pytest.raises(ConfigurationError, match=message):
+        make_loop().fit(num_epochs=1, callbacks=[shared, Inner()])
+    make_loop().fit(num_epochs=1, callbacks=[shared])
+
+
 @dataclass
 class Counts(AbstractCallback):
     """Counts batches; a dataclass, whose __init__ does not call AbstractCallback's."""

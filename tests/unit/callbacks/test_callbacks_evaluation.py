@@ -40,6 +40,14 @@ def test_metrics_of_each_epoch_and_of_the_end() -> None:
     assert loop.history["val_named"] == loop.history["val_p_f1"]
 
 
+def test_a_metric_of_several_evaluations_has_one_value() -> None:
+    loop = make_loop()
+    seldom = ModelPerformanceEvaluation({"top1": "accuracy", "f1": "f1"}, eval_frequency=2)
+    loop.fit(num_epochs=3, callbacks=[ModelPerformanceEvaluation({"top1": accuracy}), seldom])
+    numbers = {name: len(loop.history[name]) for name in loop.history if name.endswith(("top1", "f1"))}
+    assert numbers == {"val_top1": 3, "val_f1": 2, "train_end_val_top1": 1, "train_end_val_f1": 1}
+
+
 def accuracy(y_pred: Any, y_true: Any, metadata: Any) -> float:
     return float((y_pred == y_true).double().mean())
 
@@ -144,6 +152,10 @@ def test_arguments_are_in_the_metadata_of_functions() -> None:
     assert loop.history["val_seen"] == [0.1]
 
 
+def _one(y_pred: Any, y_true: Any, metadata: Any) -> float:
+    return 1.0
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
@@ -163,6 +175,12 @@ def test_arguments_are_in_the_metadata_of_functions() -> None:
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[ModelPerformanceEvaluation("acuracy")]),
             "ModelPerformanceEvaluation: no metric has the name 'acuracy'. Names are accuracy, ",
+        ),
+        (
+            lambda: make_loop().fit(
+                num_epochs=1, callbacks=[ModelPerformanceEvaluation("f1"), ModelPerformanceEvaluation({"f1": _one})]
+            ),
+            "two metrics have the name 'val_f1', with the values",
         ),
         (lambda: TrainHistoryPlot(every_n_epochs=0), "every_n_epochs=0: must be an int of 1 or more"),
     ],

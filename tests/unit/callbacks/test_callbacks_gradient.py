@@ -195,3 +195,14 @@ def test_a_sparse_gradient_that_can_not_be_clipped_is_named(how: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert torch.equal(model.words.weight, theirs.words.weight)
+
+
+def test_several_stats_count_each_step_once() -> None:
+    def logged(*callbacks: AbstractCallback) -> Any:
+        loop = make_loop(seed=0)
+        loop.fit(num_epochs=1, callbacks=list(callbacks))
+        return {name: values for name, values in loop.history.items() if name.startswith("grad_")}
+
+    every, seldom = logged(GradientStats(1)), logged(GradientStats(3, per_parameter=True))
+    assert logged(GradientStats(1), GradientStats(3, per_parameter=True)) == {**seldom, **every}
+    assert logged(GradientStats(3, per_parameter=True), GradientStats(3, per_parameter=True)) == seldom

@@ -72,6 +72,24 @@ class Slow:
             yield batch
 
 
+def test_several_profilers_need_steps_of_their_own(tmp_path: Path) -> None:
+    def traced(*skips: int, ranks: tuple[int | None, ...] = (None, None)) -> list[str]:
+        both = [
+            Profiler(tmp_path, skip=skip, warmup=1, active=1, device_idx_execution=rank)
+            for skip, rank in zip(skips, ranks, strict=True)
+        ]
+        make_loop().fit(num_epochs=1, callbacks=both)
+        return [Path(path).name.partition(".")[0] for one in both for path in one.traces]
+
+    assert traced(4, 0) == ["rank0_step6", "rank0_step2"]
+    assert traced(0, 0, ranks=(0, 1)) == ["rank0_step2"]
+    for skips in ((0, 0), (0, 2), (2, 0)):  # two at once end the process
+        with pytest.raises(ConfigurationError, match=r"two Profilers .*, with skip=. and skip=."):
+            traced(*skips)
+    with pytest.raises(ConfigurationError, match="several ThroughputMonitors: pass only one"):
+        make_loop().fit(num_epochs=1, callbacks=[ThroughputMonitor(2), ThroughputMonitor(3)])
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_throughput_is_samples_over_seconds(accumulation: int) -> None:
     loop = make_loop(validation=False)

@@ -282,6 +282,15 @@ def test_a_second_fit_goes_on_in_the_folder(tmp_path: Path) -> None:
     assert steps(found["mine"]) == [5, 5 + STEPS_PER_EPOCH]
 
 
+def test_several_in_one_fit_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    boards = [TensorBoard(), TensorBoard(log_every_n_steps=1)]
+    make_loop().fit(num_iterations=1, callbacks=boards)
+    assert boards[1].log_dir == f"{boards[0].log_dir}_2"
+    with pytest.raises(ConfigurationError, match=r"two TensorBoards with log_dir='.*', and one would replace"):
+        make_loop().fit(num_iterations=1, callbacks=[TensorBoard("runs"), TensorBoard("runs", 1)])
+
+
 def test_a_second_run_in_the_same_folder_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     def callbacks() -> list[AbstractCallback]:
         return [TensorBoard(tmp_path / "logs", 1), ModelCheckpoint(tmp_path / "checkpoints")]

@@ -17,6 +17,7 @@ import torch
 from kit import small_loop
 from kit.checkpoints import same
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -37,6 +38,7 @@ from trainloop.callbacks import (
     LRScheduler,
     ModelCheckpoint,
     TerminateOnNaN,
+    ThresholdEarlyStopping,
 )
 from trainloop.callbacks.base import Saver
 from trainloop.data import SplitBatches
@@ -669,21 +671,21 @@ class Counts(AbstractCallback):
         self.count = state["count"]
 
 
-def test_callbacks_of_one_name_are_matched_by_their_key_in_any_order(tmp_path: Path) -> None:
+def test_callbacks_of_one_name_are_matched_by_their_key_and_arguments_in_any_order(tmp_path: Path) -> None:
     def callbacks() -> list[AbstractCallback]:
-        scheduler = torch.optim.lr_scheduler.StepLR
-        made: list[AbstractCallback] = [
+        return [
             EarlyStopping("loss", patience=9),
             EarlyStopping("rows", patience=9, mode="max"),
-            LRScheduler(scheduler, step_size=1, gamma=0.5, optimizer_idx=0),
+            ThresholdEarlyStopping("loss", 0.0, patience=9),
+            ThresholdEarlyStopping("loss", 99.0, patience=9),
+            LRScheduler(lr_scheduler.StepLR, step_size=1, gamma=0.5, optimizer_idx=0),
+            LRScheduler(lr_scheduler.LinearLR, interval="step"),
+            LRScheduler(lr_scheduler.ExponentialLR, gamma=0.9),
             Counts("a", 1),
             Counts("a", 10),
             ExponentialMovingAverage(0.5),
             ExponentialMovingAverage(0.9),
         ]
-        for callback in made[3:5]:
-            callback.state_key = str(callback.by)  # type: ignore[attr-defined]
-        return made
 
     class Logs(Net):
         def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
@@ -699,16 +701,20 @@ def test_callbacks_of_one_name_are_matched_by_their_key_in_any_order(tmp_path: P
 
 @pytest.mark.filterwarnings("ignore:the checkpoint does not contain _rows")
 def test_callbacks_of_one_name_are_matched_in_order_with_a_warning_if_one_is_missing(tmp_path: Path) -> None:
-    def resumed(*names: str) -> list[int]:
-        callbacks = [Counts(name, by) for name, by in zip(names, (1, 10), strict=False)]
-        make_loop().fit(num_epochs=2, callbacks=[*callbacks, ModelCheckpoint(tmp_path / "same")], resume_from="last")
-        return [callback.count for callback in callbacks]
-
-    keeper = ModelCheckpoint(tmp_path / "same")
+    keeper = ModelCheckpoint(tmp_path)
     make_loop().fit(num_epochs=1, callbacks=[Counts("a", 1), Counts("a", 10), keeper])
+
+    def resumed(by: int) -> int:
+        counts = Counts("a", by)
+        make_loop().fit(num_epochs=2, callbacks=[counts], resume_from=keeper.last_path)
+        return counts.count
+
     fewer = pytest.warns(UserWarning, match=r"states of 2 callbacks 'a' \(Counts\), but this fit has 1\.")
     with fewer, pytest.warns(UserWarning, match="callbacks not in this fit: a"):
-        assert resumed("a") == [2]
+        assert resumed(5) == 6  # its arguments have changed
+    with pytest.warns(UserWarning, match="callbacks not in this fit: a") as raised:
+        assert resumed(10) == 20  # found by its arguments
+    assert not any("this fit has 1" in str(one.message) for one in raised)
 
 
 def test_load_best_after_fit(tmp_path: Path) -> None:

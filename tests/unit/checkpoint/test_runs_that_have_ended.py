@@ -258,6 +258,30 @@ def test_an_end_holds_if_another_callback_of_its_class_would_not_end_the_run(fol
     assert state_of(fit()) == state_of(first)
 
 
+class StopsAfter(AbstractCallback):
+    def __init__(self, epochs: int) -> None:
+        super().__init__("stops")
+        self.epochs = epochs
+
+    def on_epoch_end(self) -> None:
+        if self.train_loop_obj.epoch + 1 == self.epochs:
+            self.end_training(f"{self.epochs} epochs")
+
+
+@pytest.mark.parametrize(("kept", "epochs"), [((2, 3), 2), ((3, 2), 2), ((3,), 3)])
+def test_an_end_does_not_hold_if_only_another_callback_of_its_class_is_left(
+    folder: Path, kept: tuple[int, ...], epochs: int
+) -> None:
+    def fit(*ends: int) -> int:
+        tl = make_loop(seed=3)
+        callbacks = [*map(StopsAfter, ends), ModelCheckpoint("kept")]
+        tl.fit(num_epochs=5, callbacks=callbacks, resume_from="last")
+        return tl.epoch
+
+    assert fit(2, 3) == 2
+    assert fit(*kept) == epochs
+
+
 @pytest.mark.parametrize("name", ENDS)
 def test_an_end_is_in_a_checkpoint_that_is_written_after_the_epoch(folder: Path, name: str) -> None:
     """No checkpoint is due at the end of an epoch, and no callback has work at the end of training."""

@@ -245,3 +245,12 @@ def test_a_model_that_diverges_scores_nan_and_trains_on() -> None:
     found = evaluate_result_package(rp.regression, scores, [0.0, 1.0, 2.0])
     assert all(np.isnan(value) for value in found.values())
     assert np.isnan(rp.accuracy([], []))
+
+
+def test_two_metrics_of_one_name_are_one_only_if_they_are_equal() -> None:
+    def accuracy(y_pred: Any, y_true: Any, metadata: Any) -> float:
+        return 0.0
+
+    assert evaluate_result_package(["accuracy", rp.accuracy], [0, 1], [0, 1]) == {"accuracy": 1.0}
+    with pytest.raises(ConfigurationError, match="two metrics have the name 'accuracy', with the values 1 and 0"):
+        evaluate_result_package(["accuracy", accuracy], [0, 1], [0, 1])

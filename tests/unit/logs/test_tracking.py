@@ -132,6 +132,22 @@ def test_a_fresh_start_where_there_is_nothing_to_resume(tmp_path: Path) -> None:
     assert (loop.epoch, os.listdir(tmp_path / "p")) == (1, [f"e_{experiment.timestamp}"])
 
 
+def test_experiments_that_were_created_together_have_a_folder_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking.time, "strftime", lambda *_: "2026-01-02_03-04-05")
+    both = [Experiment("p", "e", tmp_path) for _ in range(2)]
+    loops = [tracked(experiment)[0] for experiment in both]
+    for loop in [*loops, *loops]:  # a second fit keeps the folder
+        loop.fit(num_epochs=1)
+    assert [experiment.timestamp for experiment in both] == ["2026-01-02_03-04-05", "2026-01-02_03-04-05-2"]
+    for loop, experiment in zip(loops, both, strict=True):
+        assert torch.equal(
+            checkpoint.load(experiment.folder.path("model.pt"))["model"]["fc.weight"], loop.model.fc.weight
+        )
+        assert len(checkpoint.checkpoints(experiment.folder / "checkpoints")) == 2
+
+
 def test_two_experiments_in_one_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking.time, "strftime", lambda *_: "2026-01-02_03-04-05")
     stamps = []

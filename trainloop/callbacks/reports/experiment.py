@@ -101,6 +101,8 @@ class Experiment:
         self._project = checkpoint.folder(local_model_result_folder_path) / project_name
         self._script = _read_script(self.hyperparams.get("experiment_file_path"))
         self.timestamp = self._new_timestamp()
+        self.has_folder = False
+        """True if the folder belongs to this run, or to the run that this one resumes."""
 
     @property
     def folder(self) -> Folder:
@@ -116,6 +118,20 @@ class Experiment:
         stamp, taken = time.strftime(_STAMP), set(self.earlier_timestamps())
         # If several runs start in the same second, a number is appended.
         return next(s for i in count(1) if (s := stamp if i == 1 else f"{stamp}-{i}") not in taken)
+
+    def begin(self, loop: Any) -> None:
+        """Take a folder, before a training: another one if another run has taken it since this one was created.
+
+        Raises
+        ------
+        ConfigurationError
+            If it is not writable.
+        """
+        if loop.is_global_zero and not self.has_folder:
+            if self.folder.exists():
+                self.timestamp = self._new_timestamp()
+            self.has_folder = True
+        self.folder.check_writable()
 
     def record(self) -> None:
         """Write hyperparameters and source code. If a file with different content exists, write a numbered one."""
@@ -156,7 +172,7 @@ class ExperimentRecord(AbstractCallback):
         self.experiment = experiment
 
     def on_train_loop_registration(self) -> None:
-        self.experiment.folder.check_writable()
+        self.experiment.begin(self.train_loop_obj)
 
     def on_train_begin(self) -> None:
         # Ranks started by a launcher may have different time stamps.
@@ -215,8 +231,9 @@ class ExperimentCheckpoint(ModelCheckpoint):
         for stamp in self.experiment.earlier_timestamps():
             self.place = stamp
             if found := find():
+                self.experiment.has_folder = True
                 return found
-        self.place = self.experiment._new_timestamp()
+        self.place, self.experiment.has_folder = self.experiment._new_timestamp(), False
         return None
 
     @property
@@ -268,7 +285,7 @@ class ExperimentEndSave(AbstractCallback):
         self.results: dict[str, dict[str, float]] = {}
 
     def on_train_loop_registration(self) -> None:
-        self.experiment.folder.check_writable()
+        self.experiment.begin(self.train_loop_obj)
         for name, package, loader in (
             ("val_result_package", self.val_result_package, "validation_loader"),
             ("test_result_package", self.test_result_package, "test_loader"),

@@ -21,7 +21,7 @@ from trainloop.callbacks.files import check_figure_file, save_figure
 from trainloop.errors import ConfigurationError
 from trainloop.optim.parameters import own_parameters
 from trainloop.parallel.sharded.shards import bit_sums, local_shard
-from trainloop.result_package import check_metric_functions, classes_of, evaluate_result_package
+from trainloop.result_package import add_metrics, check_metric_functions, classes_of, evaluate_result_package
 
 __all__ = [
     "ConfusionMatrix",
@@ -57,7 +57,8 @@ class ModelPerformanceEvaluation(AbstractCallback):
     ------
     ConfigurationError
         If no data is selected, or a frequency is out of range; at ``fit``, if the loop has no validation loader, or a
-        metric can't be computed.
+        metric can't be computed; at an evaluation, if two metrics of one name have different values, also those of two
+        ``ModelPerformanceEvaluation``.
 
     Examples
     --------
@@ -89,6 +90,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
         check_counts(self, "eval_frequency", optional=True)
         check_counts(self, "on_iteration_frequency", least=0)
         self._latest: tuple[Any, dict[str, float]] | None = None  # key that identifies the weights; metrics
+        self._added: tuple[int, dict[str, float]] = (-1, {})  # index of the batch after which metrics were added
 
     def uses_hook(self, name: str) -> bool:
         needed = name != "on_batch_end" or self.on_iteration_frequency > 0 or overrides_of_user(self, name)
@@ -97,7 +99,7 @@ class ModelPerformanceEvaluation(AbstractCallback):
     def on_train_loop_registration(self) -> None:
         self.check_loaders()
         check_metric_functions(self.result_package, type(self).__name__)
-        self._latest = None
+        self._latest, self._added = None, (-1, {})
 
     def check_loaders(self) -> None:
         """Raise an error if the loop lacks a loader that the evaluation needs."""
@@ -148,8 +150,17 @@ class ModelPerformanceEvaluation(AbstractCallback):
             if self.on_val_data:
                 metrics.update(self._evaluate("val_", loop.predict_on_validation_set))
             self._latest = (state, metrics)
-        for name, value in metrics.items():
-            loop.insert_metric_result_into_history(prefix + name, value)
+        # Several evaluations may compute the same metric, which has one value.
+        now, added = loop.total_iteration_idx, {}
+        others = [one for one in loop.callbacks if isinstance(one, ModelPerformanceEvaluation) and one is not self]
+        for other in others:
+            added.update(other._added[1] if other._added[0] == now else {})
+        self._added = now, {prefix + name: value for name, value in metrics.items()}
+        new = self._added[1].keys() - added
+        add_metrics(added, self._added[1])
+        for name, value in self._added[1].items():
+            if name in new:
+                loop.insert_metric_result_into_history(name, value)
 
     def _evaluate(self, prefix: str, predict: Callable[[], Any]) -> dict[str, float]:
         y_pred, y_true, metadata = predict()

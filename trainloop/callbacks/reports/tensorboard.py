@@ -143,8 +143,14 @@ class TensorBoard(Tracker):
                 "writes the histograms, but has only a shard of each parameter. Leave histograms out, or use "
                 "GradientStats."
             )
+        others = [one for one in loop.callbacks if isinstance(one, TensorBoard) and one is not self]
+        if any(one._given == self._given is not None for one in others):
+            raise ConfigurationError(
+                f"callbacks has two TensorBoards with log_dir={self._given!r}, and one would replace the curves of the "
+                "other. Pass another log_dir to one, or leave it out."
+            )
         if self.log_dir is None:
-            self.log_dir = _new_folder(type(loop.model).__name__)
+            self.log_dir = _new_folder(type(loop.model).__name__, [one.log_dir for one in others])
             self._once_written = False
         elif loop.global_step == 0 and self.log_dir == self._given:  # a run that resumes replaces it later
             self.log_dir = _folder_in(self.log_dir)
@@ -424,10 +430,10 @@ def _plain(value: Any) -> bool | int | float | str:
     return value if isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def _new_folder(name: str) -> str:
+def _new_folder(name: str, taken: Sequence[str | None]) -> str:
     stem = os.path.abspath(os.path.join("runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{name}"))
     folders = itertools.chain([stem], (f"{stem}_{n}" for n in itertools.count(2)))
-    return next(folder for folder in folders if not os.path.exists(folder))
+    return next(folder for folder in folders if folder not in taken and not os.path.exists(folder))
 
 
 def _folder_in(given: str) -> str:

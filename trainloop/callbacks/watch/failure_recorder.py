@@ -33,11 +33,11 @@ from trainloop._support import rng
 from trainloop._support.carried import places_of
 from trainloop._support.nested import map_parts, tensors_of
 from trainloop.callbacks.arguments import count_of
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, require_alone
 from trainloop.callbacks.watch.nan import describe_not_finite
 from trainloop.callbacks.weights.gradient import norms_of, which_are_finite
 from trainloop.checkpoint import CheckpointInfo
-from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.errors import CheckpointError
 from trainloop.optim.parameters import criterion_module
 from trainloop.parallel.sharded.shards import bytes_of, is_sharded
 
@@ -153,8 +153,7 @@ class FailureRecorder(AbstractCallback):
         return {**state, **blank.__dict__}
 
     def on_train_loop_registration(self) -> None:
-        if sum(isinstance(one, FailureRecorder) for one in self.train_loop_obj.callbacks) > 1:
-            raise ConfigurationError("callbacks has several FailureRecorders: pass only one.")
+        require_alone(self, FailureRecorder)
         self._fit, self._found = uuid4().hex, False
         self._folder.check_writable()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from trainloop.callbacks.arguments import check_counts, check_flags, number_of, path_of
-from trainloop.callbacks.base import AbstractCallback, logs_nothing
+from trainloop.callbacks.base import AbstractCallback, logs_nothing, require_alone
 from trainloop.callbacks.files import warning_if_not_written
 from trainloop.errors import ConfigurationError
 
@@ -89,6 +89,16 @@ class Profiler(AbstractCallback):
         self._steps = 0
 
     def on_train_loop_registration(self) -> None:
+        end = self.skip + self.warmup + self.active
+        for other in self.train_loop_obj.callbacks:
+            if not isinstance(other, Profiler) or other is self or not self.skip <= other.skip <= end:
+                continue
+            if None in (ranks := {self.device_idx_execution, other.device_idx_execution}) or len(ranks) == 1:
+                raise ConfigurationError(
+                    f"callbacks has two Profilers of overlapping steps, with skip={self.skip} and skip={other.skip}, "
+                    f"but torch profiles only once at a time. Pass skip={end + 1} or more to the second, or leave one "
+                    "out."
+                )
         try:
             os.makedirs(self.dirpath, exist_ok=True)
         except OSError as error:
@@ -233,6 +243,9 @@ class ThroughputMonitor(AbstractCallback):
 
     def _begin_window(self, now: _Reading) -> None:
         self._begin, self._units = now, 0.0
+
+    def on_train_loop_registration(self) -> None:
+        require_alone(self, ThroughputMonitor)
 
     def on_train_begin(self) -> None:
         loop = self.train_loop_obj

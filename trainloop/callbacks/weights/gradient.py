@@ -142,22 +142,30 @@ class GradientStats(GradientCallbackBase):
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         loop = self.train_loop_obj
-        step = loop.global_step + 1
-        if step % self.every_n_steps and step != 1:
+        if not self._is_due():
             return
+        # Several may have other intervals. Each value counts once.
+        due = [one for one in loop.callbacks if isinstance(one, GradientStats) and one._is_due()]
+        logs_totals = next(iter(due), self) is self
+        logs_each = self.per_parameter and next((one for one in due if one.per_parameter), self) is self
         suffix = f"/optimizer{optimizer_idx}" if isinstance(loop.optimizer, MultiOptimizer) else ""
         gradients = [p.grad for p in self.parameters(optimizer_idx) if p.grad is not None and p.grad.numel()]
         if not gradients:
             return
         dense = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
         norms = _stack(norms_of(dense))
-        self._log(f"grad_norm{suffix}", torch.linalg.vector_norm(norms))
-        self._log(f"grad_max{suffix}", _stack(norms_of(dense, math.inf)).max())
-        if self.per_parameter:
+        if logs_totals:
+            self._log(f"grad_norm{suffix}", torch.linalg.vector_norm(norms))
+            self._log(f"grad_max{suffix}", _stack(norms_of(dense, math.inf)).max())
+        if logs_each:
             by_gradient = {id(gradient): norm for gradient, norm in zip(gradients, norms, strict=True)}
             for name, parameter in self.named_parameters(optimizer_idx):
                 if id(parameter.grad) in by_gradient:
                     self._log(f"grad_norm/{name}", by_gradient[id(parameter.grad)])
+
+    def _is_due(self) -> bool:
+        step = self.train_loop_obj.global_step + 1
+        return step % self.every_n_steps == 0 or step == 1
 
     def _log(self, name: str, value: Tensor) -> None:
         # Equal on all ranks, so no average is needed.

@@ -121,6 +121,9 @@ class End(NamedTuple):
     name: str
     reason: str = ""
     """Reason as text; empty if the callback gave none."""
+    key: str | None = None
+    """With ``arguments``, it distinguishes callbacks of one class and name; None in older checkpoints."""
+    arguments: str | None = None
 
 
 class Restart(NamedTuple):

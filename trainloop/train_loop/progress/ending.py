@@ -36,14 +36,16 @@ def end_that_holds(loop: LoopState, state: dict[str, Any]) -> list[End]:
     place = state["place"]
     if any(getattr(loop, name) > place.get(name, 0) for name in ("num_epochs", "num_iterations")):
         return []
-    # An EarlyStopping with more patience than in the last run would continue, so each callback is asked. Several may
-    # have one name.
-    again = {
-        (type(callback).__name__, callback.callback_name)
-        for callback, entry in matched_entries(loop.callbacks, state["callbacks"])[0]
-        if callback.ends_again(entry["state"])
-    }
-    return [end for end in (End(*saved) for saved in place.get("ends", ())) if not end.kind or end[:2] in again]
+    # An EarlyStopping with more patience than in the last run would continue, so each callback is asked.
+    pairs = matched_entries(loop.callbacks, state["callbacks"])[0]
+    again = [entry for callback, entry in pairs if callback.ends_again(entry["state"])]
+
+    def is_by(end: End, entry: dict[str, Any]) -> bool:
+        parts = {"type": end.kind, "name": end.name, "key": end.key, "arguments": end.arguments}
+        return all(value in (None, entry.get(part, "")) for part, value in parts.items())
+
+    ends = [End(*saved) for saved in place.get("ends", ())]
+    return [end for end in ends if not end.kind or any(is_by(end, entry) for entry in again)]
 
 
 def nothing_left(loop: LoopState, state: dict[str, Any]) -> str:

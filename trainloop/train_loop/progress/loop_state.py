@@ -14,7 +14,7 @@ from trainloop._support.keywords import attribute_hint, nearest
 from trainloop._support.user_line import warn
 from trainloop._transfer.torch_objects import kept_attributes
 from trainloop.callbacks.arguments import number_of
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, identity_of
 from trainloop.callbacks.loop import ASSIGNABLE, refusal
 from trainloop.data import TrainFeed
 from trainloop.data.feed.marks import LoaderMarks
@@ -303,7 +303,8 @@ class LoopState:
                 f"tl.end_training({callback!r}, ...): the first argument must be the callback that ends training. In a "
                 "callback, call self.end_training(reason); elsewhere, assign tl.early_stop = True."
             )
-        self._note_end(End(type(callback).__name__, callback.callback_name, reason))
+        identity = identity_of(callback)
+        self._note_end(End(identity["type"], identity["name"], reason, identity["key"], identity["arguments"]))
         self.note(end_requested=True)
 
     def end_epoch(self) -> None:
@@ -344,7 +345,7 @@ class LoopState:
         return run
 
     def _note_end(self, end: End) -> None:
-        if all((end.kind, end.name) != (known.kind, known.name) for known in self.ends):
+        if all(end._replace(reason=known.reason) != known for known in self.ends):
             self.ends.append(end)
 
     @property

@@ -10,6 +10,7 @@ import torch
 from trainloop import distributed
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of
+from trainloop.callbacks.base import identity_of
 from trainloop.checkpoint import plain
 from trainloop.checkpoint.plain import for_file, from_file
 from trainloop.checkpoint.sharded_writing import about_unlike_shards, take_shards
@@ -205,12 +206,7 @@ def place_of(run: TrainingRun) -> dict[str, Any]:
 def callback_states(loop: LoopState, method: str) -> list[dict[str, Any]]:
     """Return each callback's state, under the name by which another run identifies the callback."""
     states = [
-        {
-            "name": callback.callback_name,
-            "type": type(callback).__name__,
-            "key": callback.state_key,
-            "state": getattr(callback, method)(),
-        }
+        {**identity_of(callback), "state": getattr(callback, method)()}
         for callback in loop.callbacks
         # Most callbacks have no per-rank state.
         if method == "state_dict" or callback.uses_hook(method)

@@ -16,7 +16,7 @@ from trainloop._support import rng
 from trainloop._support.carried import load_carried_state
 from trainloop._support.scratch import remove_dead
 from trainloop._support.user_line import described_names, warn, warn_or_print
-from trainloop.callbacks.base import matched_entries, overrides_of_user
+from trainloop.callbacks.base import identity_of, matched_entries, overrides_of_user
 from trainloop.callbacks.weights.torch_schedulers import OF_SCHEDULES
 from trainloop.callbacks.weights.train_schedule import AbstractScheduler
 from trainloop.checkpoint.sharded import StoredTensor, fill_empty_buffers, fitted, load_model, whole_of
@@ -360,9 +360,16 @@ def _load_callbacks(loop: LoopState, saved: list[dict[str, Any]], method: str) -
         return
     numbers = Counter((type(callback).__name__, callback.callback_name) for callback in loop.callbacks)
     saved_numbers = Counter((entry["type"], entry["name"]) for entry in saved if entry["state"])
+    times: Counter[tuple[str, ...]] = Counter(
+        (entry["type"], entry["name"], entry.get("key", ""), entry.get("arguments", "")) for entry in saved
+    )
+    in_order = set()
+    for callback, entry in pairs:
+        if times[tuple(identity_of(callback).values())] != 1:  # 0 if its key or its arguments have changed
+            in_order.add((entry["type"], entry["name"]))
     for (kind, name), number in saved_numbers.items():
         here = numbers[kind, name]
-        if here and here != number and max(here, number) > 1:
+        if here and here != number and (kind, name) in in_order:
             warn(
                 f"the checkpoint has the states of {number} callbacks {name!r} ({kind}), but this fit has {here}. They "
                 "are matched in order, so a callback may have the state of another. Pass the same callbacks in the "

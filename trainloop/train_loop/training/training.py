@@ -35,7 +35,7 @@ from trainloop._support.reduction import ClassLosses, FunctionCall, functional_l
 from trainloop._support.signals import names_of, status_of
 from trainloop._support.stopping import EARLY_STOP, END_EPOCH, INTERRUPT, StopAgreement
 from trainloop._support.user_line import warn_or_print
-from trainloop.callbacks.base import AbstractCallback, HookTable, Saver, matched_entries
+from trainloop.callbacks.base import AbstractCallback, HookTable, Saver, identity_of, matched_entries
 from trainloop.callbacks.loop import Loop
 from trainloop.callbacks.weights.train_schedule import LRScheduler
 from trainloop.data import StepBatches, TrainFeed
@@ -461,15 +461,7 @@ class Training(Run):
         sharing = [callback for callback in self.loop.callbacks if callback.shared]
         if not self.parallel or not sharing:
             return
-        entries = [
-            {
-                "type": type(one).__name__,
-                "name": one.callback_name,
-                "key": one.state_key,
-                "state": {name: getattr(one, name) for name in one.shared},
-            }
-            for one in sharing
-        ]
+        entries = [{**identity_of(one), "state": {name: getattr(one, name) for name in one.shared}} for one in sharing]
         # As with checkpoints: several may have one name, and a launcher's ranks may have different callbacks.
         for callback, first in matched_entries(sharing, distributed.broadcast_object(entries))[0]:
             for name, value in first["state"].items():
