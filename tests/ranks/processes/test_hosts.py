@@ -333,11 +333,13 @@ def test_hosts_that_do_not_connect_are_named() -> None:
 
 
 def test_a_rendezvous_point_where_nobody_listens() -> None:
-    port = free_port()
-    with pytest.raises(
-        ConfigurationError, match=rf"node 1 of 2 could not connect to node 0 at 127.0.0.1:{port} within 1 s .*ref"
-    ):
-        meet(port, 1, wait_s=1.0)
+    with socket.socket() as taken:  # so that no other program listens there meanwhile
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigurationError, match=rf"node 1 of 2 could not connect to node 0 at 127.0.0.1:{port} within 1 s .*ref"
+        ):
+            meet(port, 1, wait_s=1.0)
 
 
 def test_hosts_that_contradict_each_other(capfd: pytest.CaptureFixture[str]) -> None:
