@@ -376,3 +376,25 @@ def test_a_group_that_is_added_while_the_rate_changes_begins_with_its_own_rate()
     loop.fit(4, callbacks=[unfreeze, swa])
     expected = [[0.1], [0.1], [0.075, 0.03], [0.05, 0.05]]
     assert [pytest.approx(rates) for rates in expected] == unfreeze.rates
+
+
+class Conditioned(nn.BatchNorm1d):
+    """BatchNorm that takes a second input."""
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + shift
+
+
+def test_statistics_of_a_batchnorm_with_two_inputs() -> None:
+    class Shifts(TTBasicModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.fc = Conditioned(8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.norm(x, x.mean()))
+
+    loop = make_loop(Shifts())
+    loop.fit(num_epochs=1, callbacks=[StochasticWeightAveraging(0.1, start=0)])
+    means = [x.mean(0) for x, _ in loop.train_loader]
+    torch.testing.assert_close(loop.model.norm.running_mean, torch.stack(means).mean(0))

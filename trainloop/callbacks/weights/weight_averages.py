@@ -659,7 +659,7 @@ class _StatisticsPass:
 
 def _train_on_several_values(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # The rest of the model is in evaluation mode, with its dropout off.
-    (inputs,) = (*args, *kwargs.values())
+    inputs, *_ = (*args, *kwargs.values())  # a subclass may take more, such as a condition
     norm.training = inputs.numel() > inputs.size(1)
 
 
