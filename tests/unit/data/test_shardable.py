@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from kit.sharded_models import Tower, needs_fsdp_on_cpu, words
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, TrainLoop
 from trainloop.errors import ConfigurationError
-from trainloop.train_loop.execution.fsdp_checks import _check_overlaps, check_shardable
+from trainloop.train_loop.execution.fsdp_checks import _check_overlaps, _check_views, check_shardable
 
 pytestmark = needs_fsdp_on_cpu
 
@@ -102,6 +102,21 @@ def test_a_view_that_a_callback_keeps(of_model: Callable[[Tower], Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigurationError, match=r"Keeps\.kept has a view of .*Keep the parameter itself or.*clone"):
         loop_of(model, optimizer).fit(num_epochs=1, callbacks=[Keeps(of_model(model))])
+
+
+class Wrapper(Tensor):
+    """A tensor without a storage, like one in 8 bits of torchao."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_a_kept_tensor_without_a_storage_is_no_view() -> None:
+    kept: Any = Tensor._make_wrapper_subclass(Wrapper, (3, 2))  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        kept.untyped_storage().data_ptr()
+    _check_views(Tower(), [Keeps([kept])])
 
 
 def test_a_view_that_a_criterion_keeps() -> None:

@@ -112,9 +112,7 @@ def state_like(parameter: Any, value: Tensor) -> Any:
     """
     if not is_sharded(parameter) or is_sharded(value) or not value.ndim:
         return value
-    value = value.detach()
-    if type(value) is not Tensor:  # of a library's own type (torchao's), which can't be cut at each row
-        value = torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+    value = _of_plain_type(value.detach())  # a library's own type (torchao's) can't be cut at each row
     if value.shape == parameter.shape:
         return shard_like(value, parameter)
     full = parameter.detach().new_empty(value.shape, dtype=value.dtype)  # on the device of the shards
@@ -198,9 +196,26 @@ def spread_like(part: Tensor, like: Any, shape: torch.Size) -> Any:
 def of_plain_type(tensor: Any) -> Any:
     """Return a sharded tensor whose shards are plain, from one with shards of a library's own type (torchao's)."""
     part = local_shard(tensor)
+    plain = _of_plain_type(part)
+    return tensor if plain is part else spread_like(plain, tensor, tensor.shape)
+
+
+def _of_plain_type(part: Tensor) -> Tensor:
+    """Return a tensor with the values of one of a library's own type; a plain tensor is returned itself."""
     if type(part) is Tensor:
-        return tensor
-    return spread_like(torch.empty(part.shape, dtype=part.dtype, device=part.device).copy_(part), tensor, tensor.shape)
+        return part
+    return torch.empty(part.shape, dtype=part.dtype, device=part.device).copy_(part)
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor shares with its views.
+
+    It is 0 for a tensor without a storage: a sparse one, or one of a library's own type (torchao's).
+    """
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+    except RuntimeError:
+        return 0
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:

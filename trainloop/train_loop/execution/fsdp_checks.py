@@ -12,7 +12,7 @@ from trainloop._support.nested import tensors_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import all_optimizers
 from trainloop.optim.parameters import criterion_modules
-from trainloop.parallel.sharded.shards import stays_whole
+from trainloop.parallel.sharded.shards import stays_whole, storage_address
 from trainloop.parallel.sharded.undoing import can_step_muon, can_undo
 from trainloop.parallel.sharded.units import check_dtypes, units_of
 from trainloop.train_loop.progress.loop_state import LoopState
@@ -80,7 +80,7 @@ def _check_views(model: nn.Module, holders: Iterable[Any]) -> None:
     attributes that each forward replaces, as with ``nn.utils.spectral_norm``.)
     """
     named = {n: p for n, p in model.named_parameters() if not stays_whole(p) and _has_memory(p)}
-    owners = {p.untyped_storage().data_ptr(): name for name, p in named.items()}
+    owners = {storage_address(p): name for name, p in named.items()}
     if len(owners) < len(named):
         _check_overlaps(named)
     parameters = set(map(id, named.values()))
@@ -91,7 +91,7 @@ def _check_views(model: nn.Module, holders: Iterable[Any]) -> None:
         for tensor in tensors_of(value):
             if id(tensor) in parameters or not _has_memory(tensor):
                 continue
-            if (name := owners.get(tensor.untyped_storage().data_ptr())) is not None:
+            if (name := owners.get(storage_address(tensor))) is not None:
                 raise ConfigurationError(
                     f"gpu_mode='fsdp': {where} has a view of {name} (such as p.data or a value of state_dict()). "
                     "Shards replace the parameter, so the view would keep the values from before the training. Keep "
@@ -100,14 +100,14 @@ def _check_views(model: nn.Module, holders: Iterable[Any]) -> None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+    return not tensor.is_meta and tensor.numel() > 0 and storage_address(tensor) != 0
 
 
 def _check_overlaps(named: Mapping[str, Tensor]) -> None:
     """Raise an error for two parameters that have elements in common, such as a matrix and its transposed view."""
     used: dict[tuple[int, torch.dtype], list[tuple[str, Tensor]]] = {}
     for name, p in named.items():
-        used.setdefault((p.untyped_storage().data_ptr(), p.dtype), []).append((name, p.detach()))
+        used.setdefault((storage_address(p), p.dtype), []).append((name, p.detach()))
     for sharing in used.values():
         sharing.sort(key=lambda item: item[1].storage_offset())
         ends = [_end_in_storage(p) for _, p in sharing]

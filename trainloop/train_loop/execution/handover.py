@@ -21,7 +21,7 @@ from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.order.orders import generator_states, set_generator_states
 from trainloop.optim.optimizers import note_steps_elsewhere, optimizers_of
 from trainloop.optim.parameters import own_parameters, trained_modules
-from trainloop.parallel.sharded.shards import is_mark_of_sharding
+from trainloop.parallel.sharded.shards import is_mark_of_sharding, storage_address
 from trainloop.parallel.transparent import attributes_of
 from trainloop.train_loop.progress.loop_state import LoopState, added_attributes
 from trainloop.train_loop.saving.script_values import given_functions, put_script_values, script_values
@@ -119,8 +119,9 @@ class CallerSide:
             note_steps_elsewhere(self._loop.optimizer)
         # Tensors that share a parameter's memory already have the parameter's values. (A rank with shards sends initial
         # values.)
-        own = {_address(tensor) for _, tensor in _tensors_by_name(self._loop)} - {0}
-        views = {path for path, obj in self._objects.items() if isinstance(obj, torch.Tensor) and _address(obj) in own}
+        own = {storage_address(tensor) for _, tensor in _tensors_by_name(self._loop)} - {0}
+        tensors = {path: obj for path, obj in self._objects.items() if isinstance(obj, torch.Tensor)}
+        views = {path for path, tensor in tensors.items() if storage_address(tensor) in own}
         put_into(self._objects, {path: value for path, value in state["parts"].items() if path not in views})
         for text in state["warnings"]:
             warn(text)
@@ -396,13 +397,6 @@ def _plain_attributes(loop: LoopState) -> dict[tuple[int, str, str], Any]:
 def _tensor_attributes(loop: LoopState) -> dict[tuple[int, str], dict[str, Any]]:
     """Return the attributes that code has set on parameters and buffers, of those that have any."""
     return {key: own for key, tensor in _tensors_by_name(loop) if (own := attributes_of(tensor))}
-
-
-def _address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
-    except RuntimeError:  # a library's own type (torchao's), without a storage
-        return 0
 
 
 def _receive(loop: LoopState, state: dict[str, Any], callbacks: list[Any]) -> None:
