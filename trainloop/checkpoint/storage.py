@@ -104,6 +104,18 @@ class Folder:
         """Return True if the folder exists."""
         return os.path.isdir(self.location)
 
+    def claim(self) -> bool:
+        """Create the folder. Return False if it existed: of several processes, one gets True.
+
+        If it can't be created, the first write raises the error.
+        """
+        with contextlib.suppress(OSError):
+            try:
+                Path(self.location).mkdir(parents=True)
+            except FileExistsError:
+                return False
+        return True
+
     def open(self, name: str) -> BinaryIO:
         """Open the file ``name`` for reading and seeking. Raise FileNotFoundError if it does not exist."""
         return open(self.path(name), "rb")
@@ -307,6 +319,9 @@ class _RemoteFolder(Folder):
     def exists(self) -> bool:
         system, path = self._connect()
         return bool(system.isdir(path))
+
+    def claim(self) -> bool:
+        return not self.exists()  # object stores create no folders
 
     def open(self, name: str) -> BinaryIO:
         system, path = self._connect()

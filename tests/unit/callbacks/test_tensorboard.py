@@ -291,6 +291,21 @@ def test_several_in_one_fit_have_folders_of_their_own(tmp_path: Path, monkeypatc
         make_loop().fit(num_iterations=1, callbacks=[TensorBoard("runs"), TensorBoard("runs", 1)])
 
 
+def test_a_folder_is_taken_when_fit_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tensorboard.time, "strftime", lambda *_: "2026-01-02_03-04-05")
+    boards = [TensorBoard() for _ in range(2)]
+    for board in boards:  # as in two processes, neither of which has written a value
+        make_loop().register_callback(board)
+    assert boards[0].log_dir != boards[1].log_dir
+    kept = [TensorBoard("runs/kept"), ModelCheckpoint("checkpoints")]
+    make_loop().fit(num_epochs=1, callbacks=kept)
+    board = TensorBoard("runs/kept")
+    make_loop().fit(num_epochs=2, callbacks=[board, kept[1]], resume_from="last")
+    assert board.log_dir == kept[0].log_dir
+    assert not [path for path in Path(board.log_dir).iterdir() if path.is_dir()]  # none that this run did not need
+
+
 def test_a_second_run_in_the_same_folder_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     def callbacks() -> list[AbstractCallback]:
         return [TensorBoard(tmp_path / "logs", 1), ModelCheckpoint(tmp_path / "checkpoints")]

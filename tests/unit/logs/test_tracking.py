@@ -148,6 +148,15 @@ def test_experiments_that_were_created_together_have_a_folder_each(
         assert len(checkpoint.checkpoints(experiment.folder / "checkpoints")) == 2
 
 
+def test_a_folder_is_taken_when_fit_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking.time, "strftime", lambda *_: "2026-01-02_03-04-05")
+    both = [Experiment("p", "e", tmp_path) for _ in range(2)]
+    for experiment in both:  # as in two processes, neither of which has started its ranks
+        tracked(experiment)[0].register_callback(ExperimentRecord(experiment))
+    assert both[0].timestamp != both[1].timestamp
+    assert all(experiment.folder.exists() for experiment in both)
+
+
 def test_two_experiments_in_one_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking.time, "strftime", lambda *_: "2026-01-02_03-04-05")
     stamps = []
@@ -227,7 +236,7 @@ def test_a_package_without_its_data_is_told_before_training(tmp_path: Path) -> N
     loop, _ = tracked(Experiment("p", "e", tmp_path), test=rows, test_loader=None)
     with pytest.raises(ConfigurationError, match=r"test_result_package: the loop has no test_loader. Pass"):
         loop.fit(num_epochs=1)
-    assert not (tmp_path / "p").exists()
+    assert not [path for path in (tmp_path / "p").rglob("*") if path.is_file()]
 
 
 def test_which_checkpoints_stay_in_aitoolboxs_words(tmp_path: Path) -> None:

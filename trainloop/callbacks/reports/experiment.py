@@ -120,18 +120,18 @@ class Experiment:
         return next(s for i in count(1) if (s := stamp if i == 1 else f"{stamp}-{i}") not in taken)
 
     def begin(self, loop: Any) -> None:
-        """Take a folder, before a training: another one if another run has taken it since this one was created.
+        """Create a folder for a training: another one if another run has created it since this object was made.
 
         Raises
         ------
         ConfigurationError
             If it is not writable.
         """
+        self.folder.check_writable()
         if loop.is_global_zero and not self.has_folder:
-            if self.folder.exists():
+            while not self.folder.claim():
                 self.timestamp = self._new_timestamp()
             self.has_folder = True
-        self.folder.check_writable()
 
     def record(self) -> None:
         """Write hyperparameters and source code. If a file with different content exists, write a numbered one."""
@@ -245,6 +245,11 @@ class ExperimentCheckpoint(ModelCheckpoint):
     def place(self, timestamp: str) -> None:
         self.experiment.timestamp = timestamp
         self._checkpoints.folder = self.experiment.folder / "checkpoints"
+
+    def on_train_loop_registration(self) -> None:
+        self.experiment.begin(self.train_loop_obj)
+        self.place = self.experiment.timestamp
+        super().on_train_loop_registration()
 
     def on_train_begin(self) -> None:
         self.place = distributed.broadcast_object(self.place)

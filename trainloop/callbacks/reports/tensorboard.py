@@ -27,7 +27,7 @@ from trainloop.callbacks.base import logs_nothing, runs_first
 from trainloop.callbacks.reports.event_files import SUFFIX, EventFile, EventLog
 from trainloop.callbacks.reports.trackers import Tracker
 from trainloop.callbacks.weights.train_schedule import groups_with_rates
-from trainloop.checkpoint.storage import why_not_writable
+from trainloop.checkpoint.storage import folder, why_not_writable
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import optimizers_of
@@ -150,10 +150,10 @@ class TensorBoard(Tracker):
                 "other. Pass another log_dir to one, or leave it out."
             )
         if self.log_dir is None:
-            self.log_dir = _new_folder(type(loop.model).__name__, [one.log_dir for one in others])
+            self.log_dir = _new_folder(_run_folders(type(loop.model).__name__), claim=loop.is_global_zero)
             self._once_written = False
         elif loop.global_step == 0 and self.log_dir == self._given:  # a run that resumes replaces it later
-            self.log_dir = _folder_in(self.log_dir)
+            self.log_dir = _folder_in(self.log_dir, claim=loop.is_global_zero)
         if loop.is_global_zero:
             assert self.log_dir is not None
             why = "" if "://" in self.log_dir else why_not_writable(self.log_dir)
@@ -406,11 +406,15 @@ class TensorBoard(Tracker):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        claimed = self.log_dir
         if self._given is None:
             self.log_dir = state["log_dir"]
         else:  # older checkpoints lack the entry
             own = state.get("folder_of_run", "")
             self.log_dir = os.path.join(self._given, own) if own else self._given
+        if claimed not in (None, self.log_dir, self._given):
+            with suppress(OSError):
+                os.rmdir(claimed)  # only if it is empty: created for a run that resumes another one
         self._once_written = state["once_written"] and self.log_dir == state["log_dir"]
         self._log.distrust()  # the run that wrote the checkpoint may have written later values
         self._step_names |= set(state.get("step_names", ()))
@@ -430,17 +434,22 @@ def _plain(value: Any) -> bool | int | float | str:
     return value if isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def _new_folder(name: str, taken: Sequence[str | None]) -> str:
+def _new_folder(candidates: Iterable[str], *, claim: bool) -> str:
+    """Return the first folder that this process can create; without ``claim``, the first one, for a rank without it."""
+    return next(path for path in candidates if not claim or folder(path).claim())
+
+
+def _run_folders(name: str) -> Iterator[str]:
     stem = os.path.abspath(os.path.join("runs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{name}"))
-    folders = itertools.chain([stem], (f"{stem}_{n}" for n in itertools.count(2)))
-    return next(folder for folder in folders if folder not in taken and not os.path.exists(folder))
+    yield stem
+    yield from (f"{stem}_{n}" for n in itertools.count(2))
 
 
-def _folder_in(given: str) -> str:
+def _folder_in(given: str, *, claim: bool) -> str:
     """Return the folder for a new run: ``given``, or a new folder in it if it has the curves of another run."""
     if "://" in given or not any(Path(given).glob(f"events.out.tfevents.*{SUFFIX}")):
         return given
-    return next(path for n in itertools.count(2) if not os.path.exists(path := os.path.join(given, f"run-{n}")))
+    return _new_folder((os.path.join(given, f"run-{n}") for n in itertools.count(2)), claim=claim)
 
 
 _DATASETS = "train|val|test"
