@@ -28,7 +28,7 @@ def parts_of(value: Any) -> list[Any] | None:
     ([1, [2, 3]], None)
     """
     if isinstance(value, (list, tuple)):
-        return list(value)
+        return list(iter(value))  # list(value) would ask for the length, which e3nn's Irreps refuses
     if isinstance(value, Mapping):
         return [value[key] for key in value]
     if _is_record(value):
@@ -60,7 +60,7 @@ def paths_of(value: Any) -> list[str]:
     (["['x']", "['y']"], ['[0]', '[1]'])
     """
     if isinstance(value, (list, tuple)):
-        return [f"[{i}]" for i in range(len(value))]
+        return [f"[{i}]" for i, _ in enumerate(value)]
     if isinstance(value, Mapping):
         return [f"[{key!r}]" for key in value]
     return [f".{name}" for name in _fields(value)]

@@ -474,7 +474,11 @@ def refuse_changes_in_get_loss(wrapper: TTDataParallel, compared: int) -> None:
 
 
 def _register(part: nn.Module) -> None:
-    """Make a replica's tensors its parameters, not attributes: torch.func.functional_call replaces only parameters."""
+    """Make a replica's tensors its parameters, not attributes: torch.func.functional_call replaces only parameters.
+
+    Libraries such as torchdiffeq look for a replica's parameters in its attributes, so it no longer claims to be one.
+    """
+    part.__dict__["_is_replica"] = False
     for name, tensor in part.__dict__.get("_former_parameters", {}).items():
         part.__dict__.pop(name, None)
         part._parameters[name] = tensor

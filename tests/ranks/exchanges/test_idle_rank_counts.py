@@ -16,7 +16,10 @@ from trainloop import distributed as ranks
 from trainloop.errors import ConfigurationError, WorkerFailedError
 
 ROWS, BATCH = 21, 8
-KINDS = ("in_place", "number", "each", "by_name", "nested", "array", "meter", "values of a meter")
+KINDS = (
+    *("in_place", "number", "each", "by_name", "nested", "array", "own array", "own tuple"),
+    *("meter", "values of a meter"),
+)
 # A model here keeps an alias of a weight, for the dummy forward of an idle rank.
 pytestmark = pytest.mark.filterwarnings("ignore:.*shares the memory of fc.weight, which is gathered:UserWarning")
 
@@ -33,6 +36,17 @@ class Meter:
         self.last = n
 
 
+class Array(np.ndarray):
+    """As libraries of physical units derive one."""
+
+
+class Irreps(tuple[Any, ...]):
+    """As e3nn's: what the length would count is ambiguous."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 class Counts(nn.Module):
     """Counts samples in a tensor, in numbers, in containers and in objects, none of which is a buffer."""
 
@@ -43,6 +57,7 @@ class Counts(nn.Module):
         self.by_name = {"samples": 0}
         self.nested: dict[str, Any] = {"of": collections.defaultdict(list), "last": collections.deque(maxlen=2)}
         self.array, self.meters = np.zeros(1), ({"samples": Meter()},)
+        self.own_array, self.own_tuple = np.zeros(1).view(Array), Irreps(([0],))
         self.expanded = torch.ones(1, 1).expand(3, 3)  # can't be written in place
         self.sparse = torch.eye(3).to_sparse()
         self.output: Tensor | None = None
@@ -55,6 +70,8 @@ class Counts(nn.Module):
         self.nested["of"]["samples"].append(len(x))
         self.nested["last"].append(len(x))
         self.array += len(x)
+        self.own_array += len(x)
+        self.own_tuple[0][0] += len(x)
         self.meters[0]["samples"].update(len(x))
         self.output = x.detach()
         return x
@@ -75,7 +92,8 @@ class Counted(TTBasicModel):
         for counts in (self.training_counts, self.evaluation_counts):
             found = [counts.in_place.item(), counts.number, sum(counts.each), counts.by_name["samples"]]
             meter = counts.meters[0]["samples"]
-            found += [sum(counts.nested["of"]["samples"]), counts.array.item(), meter.sum.item(), sum(meter.values[0])]
+            found += [sum(counts.nested["of"]["samples"]), counts.array.item(), counts.own_array.item()]
+            found += [counts.own_tuple[0][0], meter.sum.item(), sum(meter.values[0])]
             everywhere = ranks.all_reduce(torch.tensor(found), reduce="sum")
             name = "trained" if counts is self.training_counts else "evaluated"
             for kind, total in zip(KINDS, everywhere.tolist(), strict=True):

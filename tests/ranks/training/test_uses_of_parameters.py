@@ -25,6 +25,7 @@ NAMES = {
     "inner loop": "a gradient is requested for a.0.weight, of which this rank has a shard",
     "penalty, then a forward": "gradient penalty",
     "no forward": "a parameter was used outside of the forward of its block",
+    "a library's search": "a parameter was used outside of the forward of its block",
 }
 OWN_BACKWARD = "get_loss changes the gradients of parameters"
 
@@ -64,6 +65,8 @@ class Net(TTModel):
             return mse(self(x) if "forward" in self.use else out, y) + g.square().sum(1).mean()
         if self.use == "no forward":
             return torch.stack([p.square().sum() for p in self.parameters()]).sum()
+        if self.use == "a library's search":
+            return torch.stack([p.square().sum() for part in self.modules() for p in found_by_torchdiffeq(part)]).sum()
         if self.use == "adversarial":
             (g,) = torch.autograd.grad(self(leaf).sum(), leaf)
             return mse(self(x + 0.1 * g.sign()), y)
@@ -94,6 +97,13 @@ class Net(TTModel):
         return self(batch_data[0]), batch_data[1], {}
 
 
+def found_by_torchdiffeq(module: nn.Module) -> list[Tensor]:
+    """Return a module's own parameters as torchdiffeq finds them for its adjoint method."""
+    if getattr(module, "_is_replica", False):
+        return [value for value in vars(module).values() if isinstance(value, Tensor) and value.requires_grad]
+    return list(module.parameters(recurse=False))
+
+
 def trained(model: Any, mode: str, **kwargs: Any) -> tuple[Tensor, list[float]]:
     rows = kwargs.pop("rows", 22)
     x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(1), dtype=D)
@@ -117,6 +127,7 @@ USES = [
     "penalty",
     "penalty, then a forward",
     "no forward",
+    "a library's search",
     "adversarial",
     "several forwards",
     "sampling",

@@ -274,8 +274,8 @@ def _own_objects(value: Any, seen: set[int]) -> Iterator[Any]:
         return
     if isinstance(value, (dict, list, tuple, deque)):
         seen.add(id(value))
-        # A copy: a thread of the user's may change the container meanwhile.
-        for part in list(value.values() if isinstance(value, dict) else value)[:_SEARCHED]:
+        # A copy: a thread of the user's may change the container meanwhile. Without len, which e3nn's Irreps refuses.
+        for part in list(iter(value.values() if isinstance(value, dict) else value))[:_SEARCHED]:
             yield from _own_objects(part, seen)
     elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _LIBRARIES:
         seen.add(id(value))

@@ -137,16 +137,20 @@ class _Contents:
             value = found.pop()
             if id(value) in self._kept or id(value) in self._elsewhere:
                 continue
-            if isinstance(value, (list, deque, tuple, set)):
-                contents: Any = list(value)
+            # The builtin classes' own methods: those of subclasses may compute or refuse, as e3nn's Irreps refuses len.
+            base = next((kind for kind in (list, deque, tuple, set) if isinstance(value, kind)), None)
+            if base is not None:
+                contents: Any = list(base.__iter__(value))
                 found.extend(item for item in contents if not isinstance(item, (Tensor, np.ndarray)))
-            elif isinstance(value, dict) or _has_state(value):
-                contents = dict(value if isinstance(value, dict) else vars(value))
-                found.extend(contents.values())
             elif type(value) is Tensor and value.numel() * value.element_size() <= _MOST_BYTES:
                 contents = _copied(value)
-            elif type(value) is np.ndarray and value.flags.writeable and value.nbytes <= _MOST_BYTES:
+            elif isinstance(value, np.ndarray):
+                if not value.flags.writeable or value.nbytes > _MOST_BYTES:
+                    continue
                 contents = value.copy()
+            elif isinstance(value, dict) or _has_state(value):
+                contents = dict(dict.items(value) if isinstance(value, dict) else vars(value))
+                found.extend(contents.values())
             else:
                 continue
             self._kept[id(value)] = value, contents
