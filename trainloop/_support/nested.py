@@ -30,7 +30,8 @@ def parts_of(value: Any) -> list[Any] | None:
     if isinstance(value, (list, tuple)):
         return list(iter(value))  # list(value) would ask for the length, which e3nn's Irreps refuses
     if isinstance(value, Mapping):
-        return [value[key] for key in value]
+        keys = value.keys()  # iter(value) may be over something else: over the rows of a tensordict
+        return [value[key] for key in keys]
     if _is_record(value):
         return [getattr(value, name) for name in _fields(value)]
     return None
@@ -62,7 +63,7 @@ def paths_of(value: Any) -> list[str]:
     if isinstance(value, (list, tuple)):
         return [f"[{i}]" for i, _ in enumerate(value)]
     if isinstance(value, Mapping):
-        return [f"[{key!r}]" for key in value]
+        return [f"[{key!r}]" for key, _ in value.items()]
     return [f".{name}" for name in _fields(value)]
 
 
@@ -89,7 +90,7 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
     if isinstance(value, list):
         return _of_type(type(value), list(parts))
     if isinstance(value, Mapping):
-        content = dict(zip(value, parts, strict=True))
+        content = dict(zip(value.keys(), parts, strict=True))
         if not isinstance(value, (dict, UserDict)):
             # Don't write to a shallow copy: it may share the object that contains its items.
             return _of_type(type(value), content)
@@ -147,7 +148,7 @@ def map_together(function: Callable[[list[Any]], Any], values: Sequence[Any]) ->
     """
     first = values[0]
     if isinstance(first, Mapping):
-        return with_parts(first, [function([value[key] for value in values]) for key in first])
+        return with_parts(first, [function([value[key] for value in values]) for key, _ in first.items()])
     columns = [parts_of(value) for value in values]
     if columns[0] is None:
         return first

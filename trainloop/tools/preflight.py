@@ -492,8 +492,8 @@ def _form_of_batch(batch: Any) -> str:
         if isinstance(value, Tensor):
             yield f"{list(value.shape[1:])} {str(value.dtype).removeprefix('torch.')}"
         elif isinstance(value, Mapping):
-            for key in value:
-                yield from (f"{key}: {leaf}" for leaf in leaves(value[key]))
+            for key, part in value.items():
+                yield from (f"{key}: {leaf}" for leaf in leaves(part))
         else:
             parts = parts_of(value) or ()
             if all(isinstance(part, (str, int, float)) for part in parts):

@@ -60,6 +60,29 @@ class Batch(MutableMapping[str, Any]):
         return len(self._items)
 
 
+class Rows(Batch):
+    """As a tensordict: indexed by keys, or by rows as a tensor, and iterates over the rows."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._items[key] if isinstance(key, str) else Rows({name: v[key] for name, v in self._items.items()})
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(self.shape[0]))
+
+    @property
+    def shape(self) -> Any:
+        return getattr(self._items["x"], "shape", ())
+
+    def keys(self) -> Any:
+        return self._items.keys()
+
+    def items(self) -> Any:
+        return self._items.items()
+
+    def values(self) -> Any:
+        return self._items.values()
+
+
 class Encoding(UserDict[str, Any]):
     """As transformers' BatchEncoding: attributes beside the data, and a constructor of its own."""
 
@@ -103,6 +126,7 @@ def in_all_kinds(x: Any, y: Any) -> list[Any]:
         OrderedDict(y=y, x=x),
         MappingProxyType({"x": x, "y": y}),
         Batch({"x": x, "y": y}),
+        Rows({"x": x, "y": y}),
         Encoding({"x": x, "y": y}, "fast"),
         Frozen(x, y),
         Slots(x, y),
@@ -110,7 +134,7 @@ def in_all_kinds(x: Any, y: Any) -> list[Any]:
     ]
 
 
-KINDS = pytest.mark.parametrize("number", range(13), ids=[type(kind).__name__ for kind in in_all_kinds(0, 0)])
+KINDS = pytest.mark.parametrize("number", range(14), ids=[type(kind).__name__ for kind in in_all_kinds(0, 0)])
 
 
 def leaves(value: Any) -> list[Any]:

@@ -414,8 +414,8 @@ def described(batch: Any) -> str:
         if isinstance(value, Tensor):
             found.append(f"{name}{list(value.shape)} {str(value.dtype).removeprefix('torch.')}")
         elif isinstance(value, Mapping):
-            for key in value:
-                look(value[key], f"{key}: ")
+            for key, part in value.items():
+                look(part, f"{key}: ")
         else:
             parts = parts_of(value) or ()
             if not parts or all(isinstance(part, (str, int, float)) for part in parts):

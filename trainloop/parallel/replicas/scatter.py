@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, MutableMapping, Sequence, Sized, ValuesView
 from typing import Any
 
@@ -146,6 +147,10 @@ class _Cut:
                 return item.take(range(begin, end), self.dim)
             # From data: an in-place change of one part must not make autograd reject what it has saved of another part.
             return (item if item.requires_grad else item.data).narrow(self.dim, begin, end - begin)
+        shape = getattr(item, "shape", None)
+        if isinstance(shape, tuple) and shape[self.dim : self.dim + 1] == (self.length,) and parts_of(item) is not None:
+            self.found = True  # a container that can be indexed as a tensor, such as a tensordict
+            return item[(slice(None),) * self.dim + (slice(begin, end),)]
         is_list = type(item) in (list, tuple) and len(item) == self.length and not self._has_others(item)
         if is_list and self._has_samples(item, top):
             self.found = True
@@ -229,7 +234,7 @@ def form_of(item: Any) -> Any:
         return type(item), frozenset(form_of(part) if _is_structure(part) else None for part in item)
     if isinstance(item, (Tensor, np.ndarray)):
         return item.ndim, str(item.dtype)
-    return type(item), frozenset(item) if isinstance(item, Mapping) else None
+    return type(item), frozenset(item.keys()) if isinstance(item, Mapping) else None
 
 
 def _length_along(item: Any, dim: int) -> int | None:
@@ -547,8 +552,8 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
     if isinstance(first, np.ndarray):
         return _concatenated(join_arrays, parts, sizes, dim) if first.ndim else _of_all(parts)
     if isinstance(first, MutableMapping):
-        merged = copy.copy(first)
-        for key in first:
+        merged = copy.copy(first) if isinstance(first, (dict, UserDict)) else dict(first)
+        for key in list(first.keys()):
             having = [(part[key], size) for part, size in zip(parts, sizes, strict=True) if key in part]
             merged[key] = combine_predictions([item for item, _ in having], [size for _, size in having], dim)
         for part in parts[1:]:
