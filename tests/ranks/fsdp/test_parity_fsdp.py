@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, MultiOptimizer, TrainLoop
 from trainloop.callbacks import ExponentialMovingAverage, GradientStats, LRScheduler, TerminateOnNaN
-from trainloop.errors import ConfigurationError
+from trainloop.errors import ConfigurationError, WorkerFailedError
 
 
 def adam(model: nn.Module) -> Any:
@@ -257,3 +258,19 @@ def test_what_cannot_work_is_said_before_ranks_start(case: str) -> None:
     make, message = BAD[case]
     with pytest.raises(ConfigurationError, match=message):
         make()
+
+
+class Copies(torch.optim.SGD):
+    """Keeps the first gradients, as torch_optimizer's A2Grad: torch can't copy those that lie in FSDP's buffer."""
+
+    __module__ = "own"
+
+    def step(self, closure: Any = None) -> Any:
+        self.first = [copy.deepcopy(p.grad) for group in self.param_groups for p in group["params"]]
+        return super().step(closure)
+
+
+@needs_fsdp_on_cpu
+def test_an_own_optimizer_that_needs_whole_tensors_is_named() -> None:
+    with pytest.raises(WorkerFailedError, match=r"Copies with gpu_mode='fsdp'.*AdamW\. torch says: Attempted to"):
+        fitted(optimizer=Copies)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from trainloop._support.nested import tensors_of
@@ -25,6 +26,7 @@ _OF_SHARDS = (
     "sharding strategy",  # an operation that torch does not know for shards
     "sharded tensor",
     "numpy() is not supported for tensor subclasses",
+    "invalid python storage",  # copy.deepcopy of a gradient that is a part of FSDP's buffer
     "to not have been used in the graph",  # torch.autograd.grad, where the model was called: it used gathered copies
 )
 
@@ -40,6 +42,14 @@ def is_of_shards(error: BaseException) -> bool:
     if where.startswith("torch.distributed.tensor"):  # an AssertionError without a text, or an IndexError in a lookup
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_SHARDS)
+
+
+def cannot_step(optimizer: Optimizer, fact: str = "") -> ConfigurationError:
+    """Return an error for an optimizer whose calculations need whole parameters."""
+    return ConfigurationError(
+        f"{type(optimizer).__name__} with gpu_mode='fsdp': it can't step sharded parameters. Use gpu_mode='ddp', or an "
+        f"element-wise optimizer such as AdamW. {fact}".rstrip()
+    )
 
 
 def used_outside_of_forward(fact: str) -> ConfigurationError:

@@ -12,6 +12,7 @@ from trainloop._support.nested import tensors_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import all_optimizers
 from trainloop.optim.parameters import criterion_modules
+from trainloop.parallel.sharded.misuse import cannot_step
 from trainloop.parallel.sharded.shards import stays_whole, storage_address
 from trainloop.parallel.sharded.undoing import can_step_muon, can_undo
 from trainloop.parallel.sharded.units import check_dtypes, units_of
@@ -61,10 +62,7 @@ def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, An
         )
     for optimizer in optimizers:
         if isinstance(optimizer, tuple(getattr(torch.optim, n) for n in _NOT_SHARDABLE if hasattr(torch.optim, n))):
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} with gpu_mode='fsdp': it can't step sharded parameters. Use "
-                "gpu_mode='ddp', or an element-wise optimizer such as AdamW."
-            )
+            raise cannot_step(optimizer)
         kernel = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ not in _FUSED
         if kernel and any(group.get("fused") for group in optimizer.param_groups):
             raise ConfigurationError(

@@ -22,7 +22,7 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import inner_optimizers, parameters_of
 from trainloop.optim.parameters import own_parameters
 from trainloop.parallel import TTFullyShardedDataParallel
-from trainloop.parallel.sharded.misuse import RefusesLostChanges, explain_deepcopy, is_of_shards
+from trainloop.parallel.sharded.misuse import RefusesLostChanges, cannot_step, explain_deepcopy, is_of_shards
 from trainloop.parallel.sharded.shards import (
     free,
     full_tensor,
@@ -92,8 +92,11 @@ class _OnShards(RefusesLostChanges):
 
 
 @contextmanager
-def _explaining_shards(what: str) -> Iterator[None]:
-    """Raise an error for what the code of a user's method ``what`` does with a shard in vain, or can't do with it."""
+def _explaining_shards(what: str, explained: Callable[[str], ConfigurationError] | None = None) -> Iterator[None]:
+    """Raise an error for what the code of a user's method ``what`` does with a shard in vain, or can't do with it.
+
+    ``explained`` may return another error for what torch says.
+    """
     try:
         with _OnShards():
             yield
@@ -101,6 +104,9 @@ def _explaining_shards(what: str) -> Iterator[None]:
         explain_deepcopy(error)
         if not is_of_shards(error):
             raise
+        fact = f"torch says: {str(error) or type(error).__name__}"
+        if explained is not None:
+            raise explained(fact) from error
         raise ConfigurationError(
             f"{what} uses a parameter of which this rank has a shard only, a DTensor, outside of get_loss, "
             "get_loss_eval and get_predictions. To call the model, call "
@@ -108,8 +114,7 @@ def _explaining_shards(what: str) -> Iterator[None]:
             "use operations that work elementwise (p.mul_, p.copy_ of another DTensor), p.to_local(), or "
             "p.full_tensor() on all ranks. A tensor that a callback keeps is full after a resume or an earlier fit: to "
             "shard it again, call distribute_tensor(t, p.device_mesh, p.placements, src_data_rank=None) of "
-            "torch.distributed.tensor. Or make the change before fit, or use gpu_mode='ddp'. torch says: "
-            f"{error}"
+            f"torch.distributed.tensor. Or make the change before fit, or use gpu_mode='ddp'. {fact}"
         ) from error
 
 
@@ -169,7 +174,7 @@ class ShardedPlacement(Placement):
         kind = type(optimizer)
         if kind.__module__.startswith("torch.optim."):
             return nullcontext()
-        return _explaining_shards(f"{kind.__qualname__}.step")
+        return _explaining_shards(f"{kind.__qualname__}.step", partial(cannot_step, optimizer))
 
     _owned: list[tuple[nn.Module, str, str, nn.Parameter]] | None = None
 
