@@ -42,7 +42,7 @@ from trainloop.parallel.sharded.undoing import (
     reduce_late_gradients,
     undo_fully_shard,
 )
-from trainloop.parallel.sharded.units import check_dtypes, units_of
+from trainloop.parallel.sharded.units import check_parameters, units_of
 from trainloop.parallel.transparent import (
     Transparent,
     attributes_of,
@@ -235,7 +235,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         marks = {name: attributes_of(p) for name, p in before.items()}
         for number, (name, unit) in enumerate(units):
             own = {p_name: p for p_name, p in unit.named_parameters() if id(p) not in done and not is_sharded(p)}
-            check_dtypes(name or type(module).__name__, own)
+            check_parameters(name or type(module).__name__, own)
             if seed is not None:
                 _give_values(unit, device, seed + number)
                 own = dict(unit.named_parameters())

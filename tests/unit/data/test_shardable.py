@@ -31,6 +31,14 @@ def of_two_dtypes(model: Tower) -> None:
     model.blocks[0].up.to(torch.bfloat16)
 
 
+class Manifold(nn.Parameter):
+    """As geoopt's ManifoldParameter, whose optimizers project its steps onto the manifold."""
+
+
+def of_own_class(model: Tower) -> None:
+    model.blocks[0].up.weight = Manifold(model.blocks[0].up.weight.detach())
+
+
 def bounded(model: Tower) -> None:
     model.words.max_norm = 1.0
 
@@ -56,6 +64,7 @@ CASES: dict[str, tuple[Callable[[Tower], Any], str]] = {
         of_two_dtypes,
         r"blocks\.0 is sharded as one.*up\.weight: torch.bfloat16 and .*: torch.float32.*shard=",
     ),
+    "class": (of_own_class, r"up\.weight of blocks\.0 is a Manifold, a subclass of nn\.Parameter.*Use 'ddp'"),
     "max_norm": (bounded, r"words is an Embedding with max_norm=1\.0.*change would be lost"),
     "sparse gradients": (sparse, r"words is an Embedding with sparse=True.*Use sparse=False"),
     "TorchScript": (scripted, r"blocks\.0 is a TorchScript module, which can't be sharded"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from trainloop._support.keywords import why_not
 from trainloop.errors import ConfigurationError
@@ -47,14 +48,21 @@ def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]
     return sorted(units, key=lambda item: -item[0].count("."))
 
 
-def check_dtypes(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Check that a unit's own trainable parameters have one dtype.
+def check_parameters(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Check that a unit's own trainable parameters have one dtype, and that none has a class of its own.
 
     Raises
     ------
     ConfigurationError
-        If the dtypes differ; the error names a parameter of each dtype.
+        If the dtypes differ; the error names a parameter of each dtype. If a parameter's class is lost with sharding.
     """
+    for name, p in parameters.items():
+        if type(p) is not nn.Parameter and issubclass(type(p), nn.Parameter) and not is_lazy(p):
+            raise ConfigurationError(
+                f"TTFullyShardedDataParallel: {name} of {unit} is a {type(p).__name__}, a subclass of nn.Parameter. "
+                "Its shards would be plain parameters, and what the model or an optimizer does for this class (as "
+                "geoopt's optimizers do for ManifoldParameter) would be left out. Use 'ddp', or an nn.Parameter."
+            )
     found: dict[torch.dtype, str] = {}
     for name, p in parameters.items():
         if p.requires_grad:

@@ -15,7 +15,7 @@ from trainloop.optim.parameters import criterion_modules
 from trainloop.parallel.sharded.misuse import cannot_step
 from trainloop.parallel.sharded.shards import stays_whole, storage_address
 from trainloop.parallel.sharded.undoing import can_step_muon, can_undo
-from trainloop.parallel.sharded.units import check_dtypes, units_of
+from trainloop.parallel.sharded.units import check_parameters, units_of
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.training.trained import hooked_parameters
 
@@ -133,7 +133,7 @@ def _check_modules(model: nn.Module, shard: Any) -> None:
     done: set[int] = set()
     for name, unit in [*units_of(model, shard), (type(model).__name__, model)]:
         own = {n: p for n, p in unit.named_parameters() if id(p) not in done and not stays_whole(p)}
-        check_dtypes(name, own)
+        check_parameters(name, own)
         done.update(map(id, own.values()))
     for name, p in model.named_parameters():
         for _, made_by in hooked_parameters([(name, p)]):
