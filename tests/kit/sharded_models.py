@@ -94,6 +94,17 @@ class Hollow(Tower):
         return super().forward(x) + self.none.sum() + self.blocks[0].narrow.sum()
 
 
+class OneRow(Tower):
+    """Has a matrix of one row, which torch can't divide evenly."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.scale = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale(self.words(x).mean(1))
+
+
 class TwoLosses(Tower):
     def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
         x, y = batch_data

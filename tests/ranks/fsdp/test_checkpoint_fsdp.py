@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.sharded_models import Tower, needs_fsdp_on_cpu
+from kit.sharded_models import OneRow, Tower, needs_fsdp_on_cpu
 from test_parity_fsdp import adam, data, distance, factored, float64
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -26,6 +26,20 @@ from trainloop.__main__ import main
 from trainloop.callbacks import ExponentialMovingAverage, ModelCheckpoint
 from trainloop.checkpoint import checkpoints, load
 from trainloop.errors import ConfigurationError, WorkerFailedError
+
+
+class ByRow(torch.optim.Optimizer):
+    """Divides gradients by a mean over each row, and steps by a kernel for several tensors, as Nero."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in [p for p in self.param_groups[0]["params"] if p.grad is not None]:
+            rows = p.grad.square().mean(-1, keepdim=True) if p.ndim == 2 else p.grad.square()
+            means = self.state[p].setdefault("means", torch.zeros_like(rows)).mul_(0.9).add_(rows)
+            torch._foreach_sub_([p], [0.1 * p.grad / (1 + means)])
 
 
 class Killed(AbstractCallback):
@@ -44,7 +58,8 @@ class Killed(AbstractCallback):
 
 def fitted(mode: str, ranks: int, folder: Path | None = None, epochs: int = 3, **given: Any) -> TrainLoop[Any]:
     """Over 24 samples in steps of 12, so that any number of ranks to 4 takes the same steps."""
-    model, checkpoint_args, more = Tower(), given.pop("checkpoint_args", {}), given.pop("callbacks", [])
+    model = given.pop("model", Tower)()
+    checkpoint_args, more = given.pop("checkpoint_args", {}), given.pop("callbacks", [])
     optimizer_of = given.pop("optimizer_of", adam)
     loop = TrainLoop(
         model,
@@ -105,14 +120,16 @@ def test_parts_of_two_ranks_resumed_bit_by_bit_and_in_one_process(tmp_path: Path
 
 
 @pytest.mark.long
-def test_state_that_is_not_of_its_parameters_shape_is_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model, optimizer_of", [(Tower, factored), (OneRow, lambda model: ByRow(model.parameters()))])
+def test_state_that_is_not_of_its_parameters_shape_is_resumed(model: Any, optimizer_of: Any, tmp_path: Path) -> None:
     """Some is a sum of which each rank has a term, such as the means of the columns of a matrix with divided rows."""
+    given: Any = {"model": model, "optimizer_of": optimizer_of}
     with float64(), TrainLoop(Tower(), None, gpu_mode="fsdp", accelerator="cpu", devices=2).ranks():
-        whole = fitted("fsdp", 2, tmp_path / "a", optimizer_of=factored)
+        whole = fitted("fsdp", 2, tmp_path / "a", **given)
         for mode, ranks in (("fsdp", 2), ("single", 1)):
             shutil.rmtree(tmp_path / "b", ignore_errors=True)
-            fitted("fsdp", 2, tmp_path / "b", epochs=1, optimizer_of=factored)
-            again = fitted(mode, ranks, tmp_path / "b", optimizer_of=factored, resume_from="last")
+            fitted("fsdp", 2, tmp_path / "b", epochs=1, **given)
+            again = fitted(mode, ranks, tmp_path / "b", resume_from="last", **given)
             assert distance(state_of(again), state_of(whole)) < 1e-9
             assert again.global_step == whole.global_step
 

@@ -26,6 +26,7 @@ NAMES = {
     "penalty, then a forward": "gradient penalty",
     "no forward": "a parameter was used outside of the forward of its block",
     "a library's search": "a parameter was used outside of the forward of its block",
+    "a sum in place": "a parameter was used outside of the forward of its block",
 }
 OWN_BACKWARD = "get_loss changes the gradients of parameters"
 
@@ -65,6 +66,11 @@ class Net(TTModel):
             return mse(self(x) if "forward" in self.use else out, y) + g.square().sum(1).mean()
         if self.use == "no forward":
             return torch.stack([p.square().sum() for p in self.parameters()]).sum()
+        if self.use == "a sum in place":  # an assertion of torch, without a text
+            total = torch.zeros(1, dtype=D)
+            for p in self.parameters():
+                total += p.square().sum()
+            return total.sum()
         if self.use == "a library's search":
             return torch.stack([p.square().sum() for part in self.modules() for p in found_by_torchdiffeq(part)]).sum()
         if self.use == "adversarial":
@@ -128,6 +134,7 @@ USES = [
     "penalty, then a forward",
     "no forward",
     "a library's search",
+    "a sum in place",
     "adversarial",
     "several forwards",
     "sampling",
@@ -139,7 +146,7 @@ LONG = {*USES} - NAMES.keys()
 QUICK = {*((use, "dp") for use in USES), ("functional_call", "fsdp"), ("no forward", "fsdp")}
 
 
-@pytest.mark.filterwarnings("ignore:Grad strides do not match")
+@pytest.mark.filterwarnings("ignore:Grad strides do not match", "ignore:Found a non-scalar tensor")
 @pytest.mark.parametrize(
     "use, mode",
     [

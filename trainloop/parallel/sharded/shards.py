@@ -106,18 +106,27 @@ def shard_like(value: Tensor, like: Any) -> Any:
 def state_like(parameter: Any, value: Tensor) -> Any:
     """Place a full tensor of an optimizer's state like its parameter, without an exchange.
 
-    If the parameter is sharded, a tensor of the same shape is sharded in the same way. A tensor of another shape, such
-    as the means of a matrix's rows and columns in Adafactor, is full on every rank; it is a ``DTensor``, too, because
-    the optimizer combines it with shards.
+    If the parameter is sharded, a tensor of the same shape is sharded in the same way, and so is one with as many rows,
+    such as the means of a matrix's rows in Adafactor: the optimizer may change it in place by a sharded result. A
+    tensor of another shape, such as the means of columns, is full on every rank; it is a ``DTensor``, too, because the
+    optimizer combines it with shards.
     """
     if not is_sharded(parameter) or is_sharded(value) or not value.ndim:
         return value
     value = _of_plain_type(value.detach())  # a library's own type (torchao's) can't be cut at each row
-    if value.shape == parameter.shape:
+    if value.shape == parameter.shape or _has_rows_of(parameter, value):
         return shard_like(value, parameter)
     full = parameter.detach().new_empty(value.shape, dtype=value.dtype)  # on the device of the shards
     full.to_local().copy_(value)
     return full
+
+
+def _has_rows_of(parameter: Any, value: Tensor) -> bool:
+    """Return True if a tensor of another shape can be divided as a parameter whose shards are on the mesh's device."""
+    cut = [placement.dim for placement in parameter.placements if placement.is_shard()]
+    return parameter.to_local().device.type == parameter.device_mesh.device_type and all(
+        dim < value.ndim and value.shape[dim] == parameter.shape[dim] for dim in cut
+    )
 
 
 def without_terms(tensor: Any) -> Any:
