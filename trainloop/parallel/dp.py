@@ -29,6 +29,7 @@ from trainloop.optim.losses import split_yielded
 from trainloop.optim.parameters import own_parameters
 from trainloop.parallel.replicas import scatter as parts
 from trainloop.parallel.replicas.attributes import RegisteredParts, SetAttributes, WatchedTensors, explain_replica
+from trainloop.parallel.replicas.references import refer_to_copies
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, copy_attributes
 
 _T = TypeVar("_T")
@@ -84,6 +85,7 @@ class TTDataParallel(Transparent, DataParallel):
     As with ``nn.DataParallel``, a replica is a shallow copy. Attributes that the method sets on ``self``, and numbers
     in its dicts and lists, are kept if they have the same value in all replicas (such as a count of steps), and
     otherwise lost, with a warning for numbers. What replicas append to a list is kept, in the order of the parts.
+    Lists and dicts of the model's layers, bound methods, closures and hooks refer to the replica's own layers.
     Replicas share other objects, such as a tensor that is an attribute; a warning names what they change in place.
     Only the first replica's in-place changes of buffers survive, so BatchNorm has the statistics of the first part. (In
     a ``TrainLoop``, other buffers that ``get_loss`` changes, such as a queue or a centre, are errors.) Exchanges such
@@ -457,6 +459,7 @@ def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) 
             part.__dict__.pop("_compiled_call_impl", None)
         if not scripted:
             copy_attributes(module, replica)
+            refer_to_copies(module, replica)
     return replicas
 
 
