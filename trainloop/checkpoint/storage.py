@@ -132,7 +132,7 @@ class Folder:
                 if durable:
                     os.fsync(file.fileno())  # before the rename; otherwise a power failure may leave an empty file
             # Renaming is atomic within a file system. The temporary file is in the same folder.
-            _retried(os.replace, temporary, self.path(name))
+            put_in_place(temporary, self.path(name))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -234,6 +234,13 @@ def why_not_writable(location: str) -> str:
         why = "no permission to write" if isinstance(error, PermissionError) else error.strerror or type(error).__name__
         return f"{why} in {nearest}"
     return ""
+
+
+def put_in_place(temporary: str, path: str) -> None:
+    """Rename a complete file, which may replace another file. Root could replace even a device, such as /dev/null."""
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise OSError(errno.EINVAL, "it is a device or a pipe, not a file", path)
+    _retried(os.replace, temporary, path)
 
 
 _RETRY_S = 5.0
