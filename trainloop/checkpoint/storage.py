@@ -185,7 +185,8 @@ class Folder:
 
     def write_text(self, name: str, text: str, *, writer: str = "", durable: bool = True) -> None:
         """Create or replace the file ``name`` with this text, as :meth:`write` does."""
-        self.write(name, lambda file: file.write(text.encode("utf-8")), writer=writer, durable=durable)
+        data = text.encode("utf-8", "backslashreplace")  # names of files may have bytes that are no UTF-8
+        self.write(name, lambda file: file.write(data), writer=writer, durable=durable)
 
     def _make_folder(self, path: Path) -> None:
         """Create the folder and its missing parents, and sync the parent of each new folder."""

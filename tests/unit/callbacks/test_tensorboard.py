@@ -447,7 +447,7 @@ def test_inputs_that_the_model_cannot_be_traced_with_are_named(given: object, tm
 
 
 def test_hyperparameters_from_numpy_and_tensors_are_numbers(tmp_path: Path) -> None:
-    others = {"list": [1], "big": 10**400}
+    others = {"list": [1], "big": 10**400, "file": "a\udcff"}  # a name with a byte that is no UTF-8
     hyperparameters = {"lr": torch.tensor(0.25), "width": np.int64(8), "decay": np.array(0.5), **others}
     make_loop(Noisy()).fit(num_epochs=1, callbacks=[TensorBoard(tmp_path, hyperparameters=hyperparameters)])
     reader = EventAccumulator(str(tmp_path))
@@ -455,7 +455,8 @@ def test_hyperparameters_from_numpy_and_tensors_are_numbers(tmp_path: Path) -> N
     content = reader.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     written = HParamsPluginData.FromString(content).session_start_info.hparams
     assert [written[name].number_value for name in ("lr", "width", "decay")] == [0.25, 8, 0.5]
-    assert {name: written[name].string_value for name in others} == {name: str(others[name]) for name in others}
+    texts = {name: written[name].string_value for name in others}
+    assert texts == {"list": "[1]", "big": str(10**400), "file": "a\\udcff"}
 
 
 def test_histograms_hyperparameters_and_graph(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import check_flags, count_of, dict_of, path_of
 from trainloop.callbacks.base import logs_nothing, runs_first
 from trainloop.callbacks.reports.event_files import SUFFIX, EventFile, EventLog
-from trainloop.callbacks.reports.trackers import Tracker
+from trainloop.callbacks.reports.trackers import Tracker, as_text
 from trainloop.callbacks.weights.train_schedule import groups_with_rates
 from trainloop.checkpoint.storage import why_not_writable
 from trainloop.devices import has_ranks
@@ -429,9 +429,9 @@ def _plain(value: Any) -> bool | int | float | str:
     """Return a number of numpy, or in a 0-d array or tensor, as Python's, and an object that is no number as text."""
     if isinstance(value, (np.generic, np.ndarray, Tensor)) and value.ndim == 0:
         value = value.item()
-    if isinstance(value, int) and abs(value) > sys.float_info.max:  # TensorBoard's numbers are floats
-        return str(value)
-    return value if isinstance(value, (bool, int, float, str)) else str(value)
+    # TensorBoard's numbers are floats.
+    number = isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
+    return value if number else as_text(value)
 
 
 def _new_folder(name: str, taken: Sequence[str | None]) -> str:
@@ -527,4 +527,4 @@ def description_of(loop: Any, settings: Mapping[str, Any]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    return as_text(value).replace("|", "\\|").replace("\n", " ")

@@ -68,7 +68,12 @@ class EpochValues:
 
 def _with_names(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a mapping whose keys are strings, as services and TensorBoard require."""
-    return {str(key): value for key, value in values.items()}
+    return {as_text(key): value for key, value in values.items()}
+
+
+def as_text(value: Any) -> str:
+    """Return ``str(value)`` as UTF-8 can encode it: a file's name may have other bytes, as surrogates."""
+    return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class Tracker(AbstractCallback):
