@@ -100,7 +100,7 @@ def export_from(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]
 def _is_checkpoint(path: str) -> bool:
     try:
         read_info(path)
-    except CheckpointError:
+    except (CheckpointError, OSError):
         return False
     return True
 
