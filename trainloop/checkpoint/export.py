@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainloop.checkpoint.file import load, load_newest
+from trainloop.checkpoint.file import load, load_newest, read_info
 from trainloop.checkpoint.sharded import STATE, StoredTensor, narrowed, parts_of
-from trainloop.checkpoint.storage import temporary_name
+from trainloop.checkpoint.storage import put_in_place, temporary_name
 from trainloop.errors import CheckpointError, ConfigurationError
 
 # Names of the dtypes in the safetensors format.
@@ -50,7 +50,7 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
     CheckpointError
         If there is no complete checkpoint, or it has a tensor that the format does not support.
     ConfigurationError
-        If the file can't be written.
+        If the file can't be written, or is a checkpoint.
     """
     return export_from(checkpoint, path)[0]
 
@@ -78,19 +78,31 @@ def export_from(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]
     # Tensors must start at a multiple of 8 bytes, and the format allows spaces at the end of the header.
     text += b" " * (-len(text) % 8)
     target = os.path.abspath(os.path.expanduser(os.fspath(path)))
+    if os.path.isfile(target) and _is_checkpoint(target):
+        raise ConfigurationError(f"{target} is a checkpoint, which the weights would replace. Choose another path.")
     temporary = os.path.join(os.path.dirname(target), temporary_name(os.path.basename(target), "export"))
     try:
         with open(temporary, "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             file.truncate(8 + len(text) + end)
+            if hasattr(os, "posix_fallocate"):  # without it, a full disk would be a signal (SIGBUS), not an error
+                os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)
         _write_tensors(temporary, 8 + len(text), end, model)
-        os.replace(temporary, target)
+        put_in_place(temporary, target)
     except OSError as error:
         raise ConfigurationError(f"{target} can't be written: {error.strerror}. Choose another path.") from error
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
     return 8 + len(text) + end, source
+
+
+def _is_checkpoint(path: str) -> bool:
+    try:
+        read_info(path)
+    except (CheckpointError, OSError):
+        return False
+    return True
 
 
 def _newest_of(checkpoint: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:

@@ -144,7 +144,7 @@ class Folder:
                 if durable:
                     os.fsync(file.fileno())  # before the rename; otherwise a power failure may leave an empty file
             # Renaming is atomic within a file system. The temporary file is in the same folder.
-            _retried(os.replace, temporary, self.path(name))
+            put_in_place(temporary, self.path(name))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -197,7 +197,8 @@ class Folder:
 
     def write_text(self, name: str, text: str, *, writer: str = "", durable: bool = True) -> None:
         """Create or replace the file ``name`` with this text, as :meth:`write` does."""
-        self.write(name, lambda file: file.write(text.encode("utf-8")), writer=writer, durable=durable)
+        data = text.encode("utf-8", "backslashreplace")  # names of files may have bytes that are no UTF-8
+        self.write(name, lambda file: file.write(data), writer=writer, durable=durable)
 
     def _make_folder(self, path: Path) -> None:
         """Create the folder and its missing parents, and sync the parent of each new folder."""
@@ -246,6 +247,13 @@ def why_not_writable(location: str) -> str:
         why = "no permission to write" if isinstance(error, PermissionError) else error.strerror or type(error).__name__
         return f"{why} in {nearest}"
     return ""
+
+
+def put_in_place(temporary: str, path: str) -> None:
+    """Rename a complete file, which may replace another file. Root could replace even a device, such as /dev/null."""
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise OSError(errno.EINVAL, "it is a device or a pipe, not a file", path)
+    _retried(os.replace, temporary, path)
 
 
 _RETRY_S = 5.0

@@ -155,10 +155,10 @@ def check_network(r: Readings) -> Iterator[Check]:
             "NCCL_SOCKET_IFNAME."
         )
         yield Check("host name", "attention", r.hostname_error, remedy)
-    if r.port_taken:
+    if r.port_error:
         listeners = _LISTENERS.get(r.platform, "netstat")
-        remedy = f"end the process that uses it ({listeners}), or choose another port."
-        yield Check("port", "problem", f"MASTER_PORT={r.environ.get('MASTER_PORT')} is in use here", remedy)
+        remedy = f"choose another port from 1024 to 65535, or end the process that uses this one ({listeners})."
+        yield Check("port", "problem", f"MASTER_PORT={r.environ.get('MASTER_PORT')} {r.port_error}", remedy)
 
 
 def check_launcher(r: Readings) -> Iterator[Check]:

@@ -69,7 +69,7 @@ class Readings:
     shm: tuple[int, int] | None = None
     """Total and free bytes of ``/dev/shm``; ``None`` if it does not exist."""
     temporary: tuple[str, int] = ("/tmp", 2**40)
-    """Folder for temporary files, and the free bytes on its disk."""
+    """Folder for temporary files, and the free bytes on its disk; the error and 0 if no folder can be written to."""
     descriptors: tuple[int, int] | None = (1024, 1024)
     """Soft and hard limits of open files; ``None`` on Windows, which has no such limits."""
     platform: str = "linux"
@@ -79,14 +79,18 @@ class Readings:
     """Reason why a connection over 127.0.0.1 failed; empty if it succeeded."""
     hostname_error: str = ""
     """Reason why this host's name can't be resolved; empty if it can."""
-    port_taken: bool = False
-    """True if ``MASTER_ADDR`` is this host and ``MASTER_PORT`` is already in use."""
+    port_error: str = ""
+    """Reason why this host can't listen on ``MASTER_PORT``; empty if it can, or if ``MASTER_ADDR`` is another host."""
 
 
 def read() -> Readings:
     """Read the values of this machine."""
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-    folder = tempfile.gettempdir()
+    try:
+        folder = tempfile.gettempdir()
+        temporary = folder, shutil.disk_usage(folder).free
+    except OSError as error:  # all disks are full, for example
+        temporary = str(error), 0
     return Readings(
         torch=in_process(_TORCH),
         python=sys.version_info[:3],
@@ -96,13 +100,13 @@ def read() -> Readings:
         torch_requirements=_requirements("torch"),
         environ=dict(os.environ),
         shm=None if shm is None else (shm.total, shm.free),
-        temporary=(folder, shutil.disk_usage(folder).free),
+        temporary=temporary,
         descriptors=_descriptors(),
         platform=sys.platform,
         resources=available(num_gpus=0),
         loopback_error=_loopback_error(),
         hostname_error=_hostname_error(),
-        port_taken=_port_taken(os.environ),
+        port_error=_port_error(os.environ),
     )
 
 
@@ -193,12 +197,14 @@ def _hostname_error() -> str:
     return ""
 
 
-def _port_taken(environ: Mapping[str, str]) -> bool:
+def _port_error(environ: Mapping[str, str]) -> str:
     address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-    if address not in ("localhost", "127.0.0.1", socket.gethostname()) or not port.isdecimal():
-        return False
+    if address not in ("localhost", "127.0.0.1", socket.gethostname()) or not port:
+        return ""
+    if not port.isdecimal() or int(port) > 65535:
+        return "is not a port"
     try:
         with socket.create_server((address, int(port))):
-            return False
-    except (OSError, OverflowError):
-        return True
+            return ""
+    except OSError as error:
+        return f"can't be used here ({str(error.strerror).partition(' (')[0]})"

@@ -345,6 +345,12 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
         if self.broadcast_buffers and self._has_buffers():
             self._sync_buffers()
 
+    def share_buffers_early(self) -> None:
+        """Copy rank 0's buffers to all ranks now if the next forward would, which then does not. Collective."""
+        if self.will_sync_module_buffers():
+            self._sync_buffers()
+            self.require_forward_param_sync = False  # until the end of the forward
+
     def will_sync_module_buffers(self) -> bool:
         """Return True if the next forward copies rank 0's buffers to all ranks."""
         return bool(super().will_sync_module_buffers()) and self._has_buffers()

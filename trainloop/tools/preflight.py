@@ -26,6 +26,7 @@ from trainloop._support.nested import parts_of
 from trainloop._support.reduction import SumRule, sum_rule
 from trainloop._support.user_line import described_names
 from trainloop._transfer import pack
+from trainloop.callbacks.arguments import count_of
 from trainloop.callbacks.base import AbstractCallback, Saver
 from trainloop.data import SplitBatches, TrainFeed
 from trainloop.distributed.tensors import noting_exchanges
@@ -139,6 +140,7 @@ def preflight(
         If the loop has no ``train_loader`` or no ``optimizer``.
     """
     require_training_parts(loop, "preflight")
+    steps, ranks = count_of("preflight", "steps", steps), count_of("preflight", "ranks", ranks)
     check_wrapper_args(fsdp_model_args, "fsdp_model_args", TTFullyShardedDataParallel)
     sharding = loop.wrapper_args if fsdp_model_args is None else fsdp_model_args
     chosen = loop.callbacks if callbacks is None else check_callbacks(callbacks)
@@ -387,6 +389,7 @@ def _comparable_lengths(loop: TrainLoop[Any], steps: int, ranks: int, per_step: 
     """Return how many batches of one process, and of ``ranks``, make the same steps; 0 if their samples differ."""
     single, many = (TrainFeed(loop.train_loader, world_size=size, seed=0).num_batches for size in (1, ranks))
     if single is None or many is None:
+        steps = sum(1 for _ in islice(loop.train_loader, steps * per_step)) // per_step  # a stream may be shorter
         return steps * per_step, steps
     if -(-single // per_step) != many:
         return 0, 0
@@ -410,7 +413,10 @@ def _modes_agree(loop: TrainLoop[Any], steps: int, ranks: int, sharding: dict[st
         )
     iterations, steps = _comparable_lengths(loop, steps, ranks, per_step)
     if not steps:
-        return f"not compared: with {ranks} ranks, drop_last leaves out different samples than in one process"
+        return (
+            f"not compared: there are fewer than {per_step} batches, or drop_last leaves out different samples with "
+            f"{ranks} ranks than in one process"
+        )
     single = _train_copy(loop, "single", 1, iterations, per_step)
     mode = _mode_of_ranks(loop)
     arguments: dict[str, Any] = {}

@@ -25,7 +25,7 @@ from trainloop.callbacks.watch.failure_recorder import named_losses, not_finite,
 from trainloop.data import StepBatches
 from trainloop.data.batch.batches import move_to
 from trainloop.distributed import Rank
-from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.errors import CheckpointError, ConfigurationError, DeviceError
 from trainloop.optim.optimizers import optimizers_of
 from trainloop.train_loop.arguments.options import AmpOptions, FitJob
 from trainloop.train_loop.arguments.run_config import RunConfig
@@ -154,7 +154,7 @@ def replay(
         raise CheckpointError(f"the record belongs to another model: {wrong}. Pass the model of the recorded run.")
     batches = _unpacked(record["batches"], path, trusted)
     carried = _unpacked(record["carried"], path, trusted)
-    where = torch.device(device) if device is not None else loop.run_config.devices[0]
+    where = _usable(device) if device is not None else loop.run_config.devices[0]
     if where.type == "cuda":
         batches = move_to(batches, where)
     counts = [len(batches)] if record["ragged"] else None  # this process is the only rank
@@ -163,6 +163,14 @@ def replay(
         for path_of_module, module, name, _ in places_of(loop.model):
             setattr(module, name, move_to(carried[path_of_module], where))
         return _repeated_step(cast(Training, run), record, step, detect)
+
+
+def _usable(device: str | torch.device) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError, TypeError) as error:  # AssertionError: a build of torch without CUDA
+        why = str(error).partition("\n")[0]
+        raise DeviceError(f"replay: device={device!r}: {why}. Pass a device of this machine, such as 'cpu'.") from error
 
 
 def _unpacked(packed: dict[str, Any], path: Any, trusted: bool) -> Any:

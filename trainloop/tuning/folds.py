@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +114,29 @@ def digest(folds: Sequence[Fold]) -> str:
     """Return a checksum of the folds, to compare them with the folds of a stored search."""
     rows = [repr(part.tolist()).encode() for fold in folds for part in (fold.train, fold.validation)]
     return hashlib.sha256(b"|".join(rows)).hexdigest()
+
+
+def described_data(*arrays: Any) -> str | None:
+    """Return the number of rows and a checksum of arrays, tables or lists, to compare them with a stored search's.
+
+    The checksum is of their values, also in another process. Of arrays that numpy can't read, only the length counts.
+    """
+    rows, checksum = num_rows(*arrays), hashlib.sha256()
+    if rows is None:
+        return None
+    for array in arrays:
+        for column in [array[name] for name in array.columns] if hasattr(array, "columns") else [array]:
+            try:
+                values = np.asarray(column.detach().cpu() if hasattr(column, "detach") else column)
+            except (TypeError, ValueError):  # ragged lists, bfloat16
+                continue
+            checksum.update(str(values.shape).encode())
+            if values.dtype.kind == "O":
+                text = "\0".join(map(str, values.reshape(-1).tolist()))
+                checksum.update(re.sub(r" at 0x[0-9a-fA-F]+", "", text).encode(errors="replace"))
+            else:
+                checksum.update(values.tobytes())
+    return f"{rows} rows, checksum {checksum.hexdigest()[:16]}"
 
 
 def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:

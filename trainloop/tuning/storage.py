@@ -263,7 +263,7 @@ class Storage:
             raise _damaged(path, error) from error
         for name, value in identity.items():
             # If no seed is given, the seed of the stored search is used. Earlier versions stored less.
-            if (name == "seed" and value is None) or (name in ("fit_args", "searcher") and name not in begun):
+            if (name == "seed" and value is None) or (name in ("fit_args", "searcher", "data") and name not in begun):
                 continue
             if begun.get(name) != json.loads(json.dumps(value)):
                 raise ConfigurationError(

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from kit.sharded_models import FSDP
+from kit.small_loop import make_loop
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, Dataset
 
 from conftest import make_data
-from trainloop import TrainLoop, TTBasicModel
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop._launch.failures import Failure, hint
 from trainloop.data.batch.batches import described
 from trainloop.errors import ConfigurationError
@@ -192,6 +193,25 @@ def test_errors_about_shapes_name_the_step_and_the_batch(training: bool) -> None
         tl.fit(num_epochs=1)
     where = "In step 1 (epoch 1)" if training else "In an evaluation"
     assert caught.value.__notes__ == [f"{where}: the batch is [16, 8] float32, [16] int64."]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.parametrize(
+    "hook", ["on_batch_begin", "on_after_gradient_update", "on_after_optimizer_step", "on_batch_end"]
+)
+def test_errors_of_hooks_name_the_step_that_they_belong_to(hook: str) -> None:
+    loop, calls = make_loop(), []
+
+    def fails(*_: Any) -> None:
+        calls.append(loop.epoch)
+        if len(calls) == 2:
+            raise RuntimeError("no more")
+
+    callback = AbstractCallback("fails")
+    setattr(callback, hook, fails)
+    with pytest.raises(RuntimeError, match="no more") as caught:
+        loop.fit(num_epochs=1, callbacks=[callback])
+    assert caught.value.__notes__[0].startswith("In step 2 (epoch 1): the batch")
 
 
 def test_batches_of_all_kinds_are_described() -> None:

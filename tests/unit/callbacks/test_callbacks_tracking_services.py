@@ -245,6 +245,31 @@ def test_mlflow_goes_on_in_the_same_run(server: Client, tmp_path: Path) -> None:
     assert len(server.runs) == 2
 
 
+class LogsOnce(AbstractCallback):
+    """Logs a value in an epoch's first step, and fails once in its last one."""
+
+    def on_batch_end(self) -> None:
+        loop = self.train_loop_obj
+        step = loop.total_iteration_idx % STEPS_PER_EPOCH
+        if step == 0:
+            self.log("rare", loop.global_step, on_step=True, on_epoch=True)
+        if step == STEPS_PER_EPOCH - 1 and not loop.resumed:
+            raise OSError("once")
+
+
+def test_mlflow_names_epoch_values_alike_after_a_resume(server: Client, tmp_path: Path) -> None:
+    def fit() -> None:
+        callbacks = [MLflowTracking(log_every_n_steps=2), ModelCheckpoint(tmp_path, every_n_steps=3), LogsOnce("once")]
+        make_loop(seed=0).fit(num_epochs=1, callbacks=callbacks, resume_from="last")
+
+    with pytest.raises(OSError, match="once"):
+        fit()
+    fit()
+    names = {name for name, *_ in server.runs[0]["metrics"]}
+    assert "epoch/rare" in names
+    assert "rare" not in names  # its step is not one of every second
+
+
 @pytest.mark.parametrize("exception, status", [(OSError, "FAILED"), (KeyboardInterrupt, "KILLED")])
 def test_mlflow_run_that_ended_early(exception: type[BaseException], status: str, server: Client) -> None:
     class Raises(AbstractCallback):
@@ -297,7 +322,8 @@ def test_mlflow_that_fails_gets_the_values_later(server: Client, monkeypatch: py
         assert [value for key, _, value in run["metrics"] if key == name] == loop.history[metric]
     assert (run["params"], run["tags"], run["status"]) == ({"1": 2, "a_b": 3}, {"4": "x"}, "FINISHED")
     texts = [str(one.message) for one in warned]
-    assert len([text for text in texts if "502 Bad Gateway" in text]) == 1
+    [failed] = [text for text in texts if "502 Bad Gateway" in text]
+    assert "values are kept, and sent once the service works again" in failed
     assert len([text for text in texts if "'acc@1', so it is sent as 'acc_1'" in text]) == 1
     assert len([text for text in texts if "MLflow refuses values of 'refused'" in text]) == 1
     assert len(texts) == 4

@@ -27,7 +27,7 @@ from trainloop._support.rng import seed_all
 from trainloop.callbacks import FailureRecorder, ModelCheckpoint, TerminateOnNaN
 from trainloop.callbacks.watch.failure_recorder import not_finite
 from trainloop.checkpoint import load
-from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.errors import CheckpointError, ConfigurationError, DeviceError
 from trainloop.train_loop.training.whole_step import WholeStepTraining
 
 BAD = 28  # the sample whose first value is 0: the last epoch's eighth batch of four
@@ -704,6 +704,9 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
 def test_records_of_something_else_are_refused(tmp_path: Path) -> None:
     recorder = FailureRecorder(tmp_path / "failures")
     failed(Kind().made(), recorder)
+    for wrong in ("cuda:99", "gpu", 0.5):
+        with pytest.raises(DeviceError, match=f"replay: device={wrong!r}: .* such as 'cpu'"):
+            Kind().made().replay(str(recorder.recorded), device=wrong)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"the record belongs to another model: .*other\.weight"):
         Kind(Two, of_two).made().replay(str(recorder.recorded))
     loop = Kind().made()

@@ -462,14 +462,16 @@ def test_inputs_that_the_model_cannot_be_traced_with_are_named(given: object, tm
 
 
 def test_hyperparameters_from_numpy_and_tensors_are_numbers(tmp_path: Path) -> None:
-    hyperparameters = {"lr": torch.tensor(0.25), "width": np.int64(8), "decay": np.array(0.5), "list": [1]}
+    others = {"list": [1], "big": 10**400, "file": "a\udcff"}  # a name with a byte that is no UTF-8
+    hyperparameters = {"lr": torch.tensor(0.25), "width": np.int64(8), "decay": np.array(0.5), **others}
     make_loop(Noisy()).fit(num_epochs=1, callbacks=[TensorBoard(tmp_path, hyperparameters=hyperparameters)])
     reader = EventAccumulator(str(tmp_path))
     reader.Reload()
     content = reader.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     written = HParamsPluginData.FromString(content).session_start_info.hparams
     assert [written[name].number_value for name in ("lr", "width", "decay")] == [0.25, 8, 0.5]
-    assert written["list"].string_value == "[1]"
+    texts = {name: written[name].string_value for name in others}
+    assert texts == {"list": "[1]", "big": str(10**400), "file": "a\\udcff"}
 
 
 def test_histograms_hyperparameters_and_graph(tmp_path: Path) -> None:
@@ -506,13 +508,23 @@ def test_histograms_hyperparameters_and_graph(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
 
 
-def test_histogram_of_weights_that_are_no_numbers(tmp_path: Path) -> None:
-    model = Net()
+@pytest.mark.filterwarnings("error::UserWarning")  # a complex weight's imaginary part is not discarded
+def test_histogram_of_odd_weights(tmp_path: Path) -> None:
+    class Odd(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.big = torch.nn.Parameter(torch.full((2,), 1e38), requires_grad=False)  # of a run that diverges
+            self.complex = torch.nn.Parameter(torch.tensor([1 + 2j, 3 + 4j]), requires_grad=False)
+
+    model = Odd()
     with torch.no_grad():
         model.fc.weight[0, 0] = math.nan
         model.fc.bias.fill_(math.inf)
     make_loop(model).fit(num_epochs=1, callbacks=[TensorBoard(tmp_path, histograms_every_n_epochs=1)])
-    assert event_files(tmp_path)
+    reader = EventAccumulator(str(tmp_path))
+    reader.Reload()
+    found = {name: reader.Histograms(f"parameters/{name}")[0].histogram_value for name in ("big", "complex")}
+    assert (found["big"].num, found["complex"].num, found["complex"].sum) == (2, 4, 10)
 
 
 def test_without_options_scalars_and_what_the_run_is(tmp_path: Path) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.checkpoints import make_state
+from kit.checkpoints import in_small_tmpfs, make_state
 
 from trainloop import checkpoint
 from trainloop.checkpoint import CheckpointInfo, folder
+from trainloop.checkpoint.export import export
 from trainloop.errors import CheckpointError, ConfigurationError
 
 # -- folders -----------------------------------------------------------------------------------------------------------
@@ -85,6 +87,46 @@ def test_memory_urls_hold_checkpoints() -> None:
 
 
 # -- safetensors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes have names")
+def test_only_files_are_replaced(tmp_path: Path) -> None:
+    source, pipe = tmp_path / "a.pt", tmp_path / "pipe"
+    checkpoint.save(source, make_state(1))
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="it is a device or a pipe, not a file"):
+        checkpoint.save(pipe, make_state(1))
+    with pytest.raises(ConfigurationError, match="pipe can't be written: it is a device or a pipe, not a file"):
+        export(source, pipe)
+    with pytest.raises(ConfigurationError, match="is a checkpoint, which the weights would replace"):
+        export(source, source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "pipe"]
+    assert pipe.is_fifo()
+    checkpoint.load(source)
+    export(source, tmp_path / "b")
+    export(source, tmp_path / "b")
+
+
+EXPORT = """
+import sys
+import torch
+from trainloop import checkpoint
+from trainloop.checkpoint.export import export
+where = sys.argv[1]
+checkpoint.save(where + "/b.pt", {"model": {"weight": torch.ones(160_000)}})
+open(where + "/filler", "wb").write(bytes(1_200_000))
+try:
+    export(where + "/b.pt", where + "/c")
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.long
+def test_an_export_to_a_full_disk_is_an_error(tmp_path: Path) -> None:
+    done = in_small_tmpfs(EXPORT, tmp_path, megabytes=2)
+    assert done.returncode == 0, done.stderr
+    assert "c can't be written: No space left on device" in done.stdout
 
 
 def test_weights_in_safetensors(tmp_path: Path) -> None:

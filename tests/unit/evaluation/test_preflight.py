@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
@@ -233,6 +234,32 @@ class NoNorm(Net):
 def test_a_short_last_global_batch_is_no_false_alarm(n: int, drop_last: bool) -> None:
     report = loop_over(n, drop_last=drop_last).preflight()
     assert report.ok, report
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(make_data(self.n))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("n", "compared"), [(36, "after 2 steps"), (8, "")])
+def test_a_short_stream_is_no_false_alarm(n: int, compared: str) -> None:
+    """Without a length; the comparison takes three steps of two batches if there are as many."""
+    loop = loop_of(NoNorm(), progress_bar=False)
+    loop.train_loader = DataLoader(Stream(n), 8)
+    report = loop.preflight()
+    finding = report["single equals ddp on 2 CPU ranks"]
+    assert finding.ok, report
+    assert (compared or "not compared: there are fewer than 2 batches") in finding.detail
+
+
+def test_its_numbers_are_checked() -> None:
+    for wrong in ({"steps": 0}, {"ranks": "x"}):
+        with pytest.raises(ConfigurationError, match=f"preflight: {next(iter(wrong))}=.*must be an int of 1 or more"):
+            loop_of(Net()).preflight(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +76,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "no loopback": ({"loopback_error": "Connection refused"}, "loopback", "problem", "ip link set lo up"),
     "a host without an address": ({"hostname_error": "n1: unknown"}, "host name", "attention", "/etc/hosts"),
     "a port that is taken": (
-        {"port_taken": True, "environ": {"MASTER_PORT": "29500"}}, "port", "problem", "MASTER_PORT=29500"),
+        {"port_error": "can't be used here", "environ": {"MASTER_PORT": "29500"}}, "port", "problem",
+        "MASTER_PORT=29500 can't be used here"),
     "half of torchrun's variables": (
         {"environ": {"RANK": "0", "WORLD_SIZE": "2"}}, "torchrun", "attention", "without MASTER_ADDR, MASTER_PORT"),
     "a rank too many": (
@@ -115,6 +117,23 @@ def test_what_is_wrong_is_said_with_its_remedy(case: str) -> None:
     assert again["ok"] is report.ok
     assert {"name": name, "status": status, "found": check.found, "remedy": check.remedy} in again["checks"]
     assert any(line.startswith(status) and f"  {name} " in line for line in str(report).splitlines())
+
+
+@pytest.mark.parametrize(("port", "found"), [("99999999", "is not a port"), ("taken", "(Address already in use)")])
+def test_a_machine_without_a_free_disk_or_port_is_read(port: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", fails)
+    for slow in ("in_process", "_conflicts"):
+        monkeypatch.setattr(f"trainloop.doctor.probe.{slow}", lambda *_: Imported(TORCH) if _ else ())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]) if port == "taken" else port)
+        report = examine()
+    assert found in report["port"].found
+    assert "No usable temporary directory" in report["temporary files"].found
+    assert report["temporary files"].status == "attention"
 
 
 def test_a_cgroup_counts_against_the_host(tmp_path: Any) -> None:

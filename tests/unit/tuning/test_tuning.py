@@ -31,7 +31,7 @@ from trainloop._support import scratch
 from trainloop.errors import CheckpointError, ConfigurationError, ResourceError, UnpicklableError
 from trainloop.resources import ResourceQuota, lease, plan
 from trainloop.tuning import BaggedPredictor, Choice, EstimatorLoop, Integers, Trial, TuneResult, Uniform, fitting, tune
-from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, own_folds
+from trainloop.tuning.folds import Fold, class_targets, described_data, digest, make_folds, own_folds
 from trainloop.tuning.result import best_of
 from trainloop.tuning.running.trials import Running, View
 from trainloop.tuning.scoring import scorer
@@ -983,6 +983,23 @@ def test_a_search_over_scipy_s_distributions_and_functions_is_resumed(pretended:
     assert searched(2).best_params["scale"] == searched(2).best_params["scale"]
     with pytest.raises(ConfigurationError, match="contains a search with space="):
         searched(3)
+
+
+def test_other_data_is_another_search(pretended: Pretended, tmp_path: Path) -> None:
+    x, y = rows()
+
+    def searched(*data: Any) -> None:
+        pretend(storage=tmp_path / "s", data=data)
+
+    searched(x, y)
+    searched(x.copy(), y.tolist())
+    for other in ((x[:-1], y[:-1]), (x + 1, y), (x, y[::-1])):
+        with pytest.raises(ConfigurationError, match=r"contains a search with data='\d+ rows, checksum .*, but this"):
+            searched(*other)
+    pd = pytest.importorskip("pandas")
+    texts = pd.DataFrame({"a": ["x", None, "y"], "b": pd.Categorical(["u", "v", "u"])})
+    assert described_data(texts) == described_data(texts.copy()) != described_data(texts[::-1])
+    assert described_data([[1], [1, 2]]) == described_data([[1], [1, 2]])
 
 
 def test_out_of_fold_classes_are_not_cut_to_the_length_of_the_first_fold(tmp_path: Path) -> None:

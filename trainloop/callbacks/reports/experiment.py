@@ -17,6 +17,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import time
 import zipfile
@@ -45,6 +46,8 @@ __all__ = ["Experiment", "ExperimentCheckpoint", "ExperimentEndSave", "Experimen
 T = TypeVar("T")
 
 _STAMP = "%Y-%m-%d_%H-%M-%S"
+_RUN = re.compile(r"[^/\\]+_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(-\d+)?[/\\]")
+"""Beginning of the path of a run's file, in the project's folder."""
 
 
 class Experiment:
@@ -136,12 +139,12 @@ class Experiment:
     def record(self) -> None:
         """Write hyperparameters and source code. If a file with different content exists, write a numbered one."""
         hyperparams = {**self.hyperparams, **({"experiment_file_path": self._script[1]} if self._script else {})}
-        self._write_beside("hyperparams.json", _json(hyperparams).encode("utf-8"))
+        self._write_beside("hyperparams.json", _json(hyperparams).encode("utf-8", "backslashreplace"))
         if self._script is not None:
             name, _, text = self._script
             self._write_beside(name, text)
         if self.source_dirs:
-            self._write_beside("source_code.zip", _zipped(self.source_dirs))
+            self._write_beside("source_code.zip", _zipped(self.source_dirs, Path(self._project.location)))
 
     def _write_beside(self, name: str, content: bytes) -> None:
         folder = self.folder
@@ -401,14 +404,19 @@ def _notebook_cells() -> str | None:
     return "\n\n".join(f"# In [{i}]\n{cell}" for i, cell in enumerate(shell.user_ns.get("In", [])) if cell)
 
 
-def _zipped(folders: Sequence[Path]) -> bytes:
-    """Return a zip archive of the folders' files without ``__pycache__``. Equal files give equal bytes."""
+def _zipped(folders: Sequence[Path], project: Path) -> bytes:
+    """Return a zip archive of the folders' files without ``__pycache__`` and the project's runs.
+
+    Equal files give equal bytes.
+    """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for folder in folders:
             for path in sorted(folder.rglob("*")):
-                if path.is_file() and "__pycache__" not in path.parts:
-                    entry = zipfile.ZipInfo(str(Path(folder.name) / path.relative_to(folder)))
+                of_run = path.is_relative_to(project) and _RUN.match(f"{path.relative_to(project)}/")
+                if path.is_file() and "__pycache__" not in path.parts and not of_run:
+                    name = str(Path(folder.name) / path.relative_to(folder))
+                    entry = zipfile.ZipInfo(name.encode("utf-8", "backslashreplace").decode("utf-8"))
                     archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 
@@ -421,8 +429,12 @@ def _is_timestamp(text: str) -> bool:
     return True
 
 
-def _json(value: Any) -> str:
-    return json.dumps(_jsonable(value), indent=2, ensure_ascii=False) + "\n"
+def _json(values: Mapping[str, Any]) -> str:
+    try:
+        plain = _jsonable(values)
+    except RecursionError:  # a value contains itself
+        plain = {str(name): repr(value) for name, value in values.items()}
+    return json.dumps(plain, indent=2, ensure_ascii=False) + "\n"
 
 
 def _jsonable(value: Any) -> Any:
@@ -432,15 +444,18 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_jsonable(item) for item in value]
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
-        return _jsonable(value.tolist())
+        try:
+            return _jsonable(value.tolist())
+        except RuntimeError:  # a sparse tensor, or one on the meta device
+            return repr(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    name = getattr(value, "__qualname__", None)
-    return f"{value.__module__}.{name}" if name else repr(value)
+    names = [getattr(value, name, None) for name in ("__module__", "__qualname__")]  # a generator has no module
+    return ".".join(filter(None, names)) if names[1] else repr(value)
 
 
 def _shown_value(value: Any) -> str:

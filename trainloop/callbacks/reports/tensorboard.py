@@ -25,7 +25,7 @@ from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import check_flags, count_of, dict_of, path_of
 from trainloop.callbacks.base import logs_nothing, runs_first
 from trainloop.callbacks.reports.event_files import SUFFIX, EventFile, EventLog
-from trainloop.callbacks.reports.trackers import Tracker
+from trainloop.callbacks.reports.trackers import Tracker, as_text
 from trainloop.callbacks.weights.train_schedule import groups_with_rates
 from trainloop.checkpoint.storage import folder, why_not_writable
 from trainloop.devices import has_ranks
@@ -251,10 +251,14 @@ class TensorBoard(Tracker):
 
         loop = self.train_loop_obj
         for name, parameter in loop.model.named_parameters():
-            values = parameter.detach().float().cpu()
+            values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+            values = values.detach().float().cpu()
             values = values[values.isfinite()]  # numpy's histogram needs finite values
             if values.numel():
-                summary = histogram(f"parameters/{name}", values.numpy(), bins=64)
+                low, high = map(float, values.aminmax())
+                half = max(0.5, abs(low) * 1e-9) if low == high else 0.0  # numpy's own edges fail for large constants
+                edges = np.linspace(low - half, high + half, 65)
+                summary = histogram(f"parameters/{name}", values.numpy(), bins=edges)
                 self._open().write(step=loop.global_step, summary=summary)
 
     def _write_layout(self) -> None:
@@ -395,7 +399,6 @@ class TensorBoard(Tracker):
             "folder_of_run": self._folder_of_run(),
             "once_written": self._once_written,
             "newest": list(self._log.newest),
-            "step_names": sorted(self._step_names),
         }
 
     def _folder_of_run(self) -> str:
@@ -417,7 +420,6 @@ class TensorBoard(Tracker):
                 os.rmdir(claimed)  # only if it is empty: created for a run that resumes another one
         self._once_written = state["once_written"] and self.log_dir == state["log_dir"]
         self._log.distrust()  # the run that wrote the checkpoint may have written later values
-        self._step_names |= set(state.get("step_names", ()))
         step, scalars = state.get("newest", (0, {}))
         self._log.newest = step, dict(scalars)
         self._finish(None)
@@ -431,7 +433,9 @@ def _plain(value: Any) -> bool | int | float | str:
     """Return a number of numpy, or in a 0-d array or tensor, as Python's, and an object that is no number as text."""
     if isinstance(value, (np.generic, np.ndarray, Tensor)) and value.ndim == 0:
         value = value.item()
-    return value if isinstance(value, (bool, int, float, str)) else str(value)
+    # TensorBoard's numbers are floats.
+    number = isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
+    return value if number else as_text(value)
 
 
 def _new_folder(candidates: Iterable[str], *, claim: bool) -> str:
@@ -532,4 +536,4 @@ def description_of(loop: Any, settings: Mapping[str, Any]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    return as_text(value).replace("|", "\\|").replace("\n", " ")

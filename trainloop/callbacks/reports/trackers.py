@@ -68,7 +68,12 @@ class EpochValues:
 
 def _with_names(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a mapping whose keys are strings, as services and TensorBoard require."""
-    return {str(key): value for key, value in values.items()}
+    return {as_text(key): value for key, value in values.items()}
+
+
+def as_text(value: Any) -> str:
+    """Return ``str(value)`` as UTF-8 can encode it: a file's name may have other bytes, as surrogates."""
+    return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class Tracker(AbstractCallback):
@@ -110,6 +115,7 @@ class Tracker(AbstractCallback):
         super().reset()
         self.run_id = None  # a new training starts a new run
         self._epoch_values.clear()
+        self._step_names.clear()
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
         if self.log_every_n_steps is not None:
@@ -153,14 +159,16 @@ class Tracker(AbstractCallback):
         return {**self.__dict__, "_run": None}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run_id": self.run_id, **self._epoch_values.state_dict()}
+        return {"run_id": self.run_id, "step_names": sorted(self._step_names), **self._epoch_values.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.run_id = state.get("run_id")
+        self._step_names |= set(state.get("step_names", ()))
         self._epoch_values.load_state_dict(state)
 
 
 _MOST_PENDING = 10_000  # rows
+_VALUES_ARE_KEPT = "; values are kept, and sent once the service works again"
 _SHARE_OF_TIME = 10  # a failed request that took a second is followed by ten seconds without one
 
 
@@ -196,7 +204,7 @@ class ServiceTracker(Tracker):
             return
         self._checked = True
         if self.train_loop_obj.global_step > 0:  # a resumed run, which continues without the service
-            self._call_service("the run could not be opened", self._open)
+            self._call_service("the run could not be opened", self._open, _VALUES_ARE_KEPT)
             return
         try:
             self._open()
@@ -222,10 +230,10 @@ class ServiceTracker(Tracker):
 
     def _send_pending(self) -> None:
         rows = self._pending
-        if rows and self._call_service("values could not be sent", lambda: self._send(rows)):
+        if rows and self._call_service("values could not be sent", lambda: self._send(rows), _VALUES_ARE_KEPT):
             self._pending = []
 
-    def _call_service(self, what: str, call: Callable[[], object]) -> bool:
+    def _call_service(self, what: str, call: Callable[[], object], then: str = "") -> bool:
         """Call a function of the service; return False if it failed, which is reported once."""
         began = time.monotonic()
         try:
@@ -235,11 +243,7 @@ class ServiceTracker(Tracker):
         except Exception as error:  # of the service, its client, the network
             now = time.monotonic()
             self._retry_at = now + _SHARE_OF_TIME * (now - began)
-            self._warn_once_of(
-                what,
-                f"{what} ({type(error).__name__}: {error}). Training continues; values are kept, and sent once the "
-                "service works again.",
-            )
+            self._warn_once_of(what, f"{what} ({type(error).__name__}: {error}). Training continues{then}.")
             return False
         return True
 

@@ -39,6 +39,7 @@ from trainloop.callbacks.weights.gradient import norms_of, which_are_finite
 from trainloop.checkpoint import CheckpointInfo
 from trainloop.errors import CheckpointError
 from trainloop.optim.parameters import criterion_module
+from trainloop.parallel import TTDistributedDataParallel
 from trainloop.parallel.sharded.shards import bytes_of, is_sharded
 
 __all__ = ["FailureRecorder", "named_losses", "not_finite", "recorded_modules"]
@@ -195,6 +196,9 @@ class FailureRecorder(AbstractCallback):
             ]
         self._carried = {path: getattr(module, name) for path, module, name in self._carriers}
         if self._buffers:
+            wrapper = run.place.wrapper
+            if isinstance(wrapper, TTDistributedDataParallel) and not run.gradients.weight.reduced_later:
+                wrapper.share_buffers_early()
             self._copy_buffers()
 
     def _shell(self, value: Any) -> Any:

@@ -211,7 +211,8 @@ class Training(Run):
         except BaseException as exception:
             display.end_epoch()
             if self.step_in_work is not None:
-                where = f"In step {loop.global_step + 1} (epoch {loop.epoch + 1})"
+                step = loop.global_step + (self.stage != "done")  # the hooks after the optimizer's step count it
+                where = f"In step {step} (epoch {loop.epoch + 1})"
                 note_batch(exception, where, self.step_in_work.batches)
             if self.between_epochs and isinstance(exception, Exception):
                 self._rescue(exception)

@@ -27,7 +27,7 @@ from trainloop.extending import check_flags, dict_of, lower_is_better, number_of
 from trainloop.resources import Plan, ResourceQuota, enforce, plan
 from trainloop.resources.gpus import child_mask, visible_devices
 from trainloop.resources.quota import checked_count
-from trainloop.tuning.folds import Fold, class_targets, digest, make_folds, num_rows, own_folds
+from trainloop.tuning.folds import Fold, class_targets, described_data, digest, make_folds, num_rows, own_folds
 from trainloop.tuning.result import Trial, TuneResult, best_of
 from trainloop.tuning.running.local import LocalBackend, lease_total, machine_total
 from trainloop.tuning.running.on_ray import RayBackend
@@ -218,6 +218,7 @@ def tune(
                 "searcher": searcher if isinstance(searcher, str) else type(searcher).__name__,
                 "num_bag_folds": division.num_folds,
                 "folds": None if users_folds is None else digest(users_folds),
+                "data": None if storage is None else described_data(x, y, targets),
                 "metric": _name_of(metric),
                 "mode": mode,
                 "fit_args": {k: v for k, v in (fit_args or {}).items() if isinstance(v, (int, float, str))},
