@@ -1,4 +1,4 @@
-"""Pickle objects that have no importable name, with the data of arrays and tensors beside the stream.
+"""Pickle objects without an importable name and references to known ones, with the data of arrays beside the stream.
 
 Classes and functions of ``__main__``, notebook cells and closures are sent by value (cloudpickle). The bytes of numpy
 arrays and torch storages are sent as protocol 5's out-of-band buffers, so that the reader decides where to put them.

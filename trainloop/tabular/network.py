@@ -1,4 +1,4 @@
-"""Train a network on a table: on numbers and categories, on texts, on pictures, or the user's own ``TTModel``."""
+"""Train a network on a table, with early stopping: numbers, categories, texts, pictures, or the user's ``TTModel``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Separate the random numbers of loading from those of training.
+"""Seed the generators that datasets use; separate the random numbers of loading from those of training.
 
 With a seed, loading data never draws from the generators that the model uses (for dropout and the like), and a batch's
 augmentation depends only on the seed, the epoch, the rank and the batch's position in the epoch. So an epoch is bitwise

@@ -1,4 +1,4 @@
-"""Read a loader's epochs as the optimizer steps of one rank."""
+"""Read a loader's epochs as the optimizer steps of one rank, and keep the random states of its order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reject models and options that ``fsdp`` can't train, before any process starts."""
+"""Reject models, options and views of parameters that ``fsdp`` can't train, before any process starts."""
 
 from __future__ import annotations
 

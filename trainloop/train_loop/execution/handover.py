@@ -1,4 +1,4 @@
-"""Send a loop to the ranks, and write its state back into the caller's objects."""
+"""Send a loop to the ranks, and write its state back into the caller's objects; explain what can't be rebuilt."""
 
 from __future__ import annotations
 
