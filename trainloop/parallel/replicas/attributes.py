@@ -6,7 +6,7 @@ import copy
 import operator
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -93,8 +93,9 @@ def _place_of(tensor: Tensor) -> list[int]:
 class RegisteredParts:
     """Find what a method registers in replicas of a module; keep what is the same for all of them.
 
-    A buffer may be computed at the first forward, and a module of the model may get another name (``self.head =
-    self.heads[task]``). A new module or parameter would be lost, with what the optimizer is to train.
+    A buffer may be computed at the first forward, also one that was registered as None, and a module of the model may
+    get another name (``self.head = self.heads[task]``). A new module or parameter would be lost, with what the
+    optimizer is to train.
 
     Parameters
     ----------
@@ -106,7 +107,7 @@ class RegisteredParts:
         self._modules = dict(module.named_modules())
         self._replicas = [dict(replica.named_modules()) for replica in replicas]
         self._before = {
-            path: (dict(part._modules), {*part._parameters}, {*part._buffers})
+            path: (dict(part._modules), _present(part._parameters), _present(part._buffers))
             for path, part in self._replicas[0].items()
             if not isinstance(part, torch.jit.ScriptModule)
         }
@@ -127,14 +128,18 @@ class RegisteredParts:
             for name, child in first._modules.items():
                 if name not in modules or child is not modules[name]:
                     part._modules[name] = self._own(prefix + name, [copy._modules.get(name) for copy in copies])
-            for name in [*(modules.keys() - first._modules.keys()), *(parameters ^ first._parameters.keys())]:
+            for name in [*(modules.keys() - first._modules.keys()), *(parameters ^ _present(first._parameters))]:
                 raise _lost_part(prefix + name)
-            for name in first._buffers.keys() - buffers:
+            for name in buffers ^ _present(first._buffers):
                 own = [copy._buffers.get(name) for copy in copies]
-                if all(_same_value(other, own[0]) for other in own):
-                    part.register_buffer(name, own[0], persistent=name in first.state_dict())
-                else:
+                if not all(_same_value(other, own[0]) for other in own):
                     lost.append(prefix + name)
+                elif name not in first._buffers:
+                    delattr(part, name)
+                elif name in part._buffers:
+                    setattr(part, name, own[0])
+                else:
+                    part.register_buffer(name, own[0], persistent=name in first.state_dict())
         return lost
 
     def _own(self, name: str, children: list[nn.Module | None]) -> nn.Module | None:
@@ -145,6 +150,11 @@ class RegisteredParts:
         if any(child is not children[0] for child in children):
             raise _lost_part(name)
         return children[0]
+
+
+def _present(named: Mapping[str, Tensor | None]) -> set[str]:
+    """Return the names of tensors; those of a module may be None."""
+    return {name for name, tensor in named.items() if tensor is not None}
 
 
 def _lost_part(name: str) -> ConfigurationError:
