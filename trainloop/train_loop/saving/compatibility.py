@@ -224,6 +224,27 @@ def _sizes(feed: Any, place: dict[str, Any]) -> tuple[int, int, str]:
     return place.get("loader_batches", feed.loader_batches), feed.loader_batches, "batches"
 
 
+def about_length(feed: Any, place: dict[str, Any]) -> str:
+    """Return a warning's text if an epoch of another length than the feed's had begun at a place, else ''.
+
+    Only lengths in samples are known exactly, and :func:`done_here` compares these.
+    """
+    before, now, unit = _sizes(feed, place)
+    numbers = place.get("num_batches"), feed.num_batches
+    counted = None not in (place["num_samples"], feed.num_samples)
+    if counted or None in numbers or place["epoch_batches"] in (0, numbers[0]):
+        return ""
+    most = before * numbers[0], now * numbers[1]
+    if most[0] > most[1] - now and most[1] > most[0] - before:
+        return ""
+    return (
+        f"train_loader has up to {most[1]} {unit} in an epoch, but had up to {most[0]} when the checkpoint was written "
+        f"in the middle of one. This run continues after {before * place['epoch_batches']} {unit}: if batches now have "
+        "other samples, some samples of this epoch are read twice, or not at all. Resume with the same batches, or "
+        "from a checkpoint at an epoch's end."
+    )
+
+
 def batches_here(feed: Any, place: dict[str, Any]) -> int | None:
     """Return how many of this feed's batches have what was read of an epoch at a place; None if none begins there."""
     if feed.num_batches is not None and place["epoch_batches"] == place.get("num_batches"):
