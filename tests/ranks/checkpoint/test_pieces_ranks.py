@@ -183,3 +183,19 @@ def test_after_the_last_batch_of_an_epoch_a_run_resumes_with_steps_of_any_size(
     assert resumed.global_step == first.global_step + steps
     assert resumed.history["loss"][0] == first.history["loss"][0]
     assert len(resumed.history["loss"]) == 2
+
+
+@pytest.mark.parametrize("length", [41, 90])
+def test_after_the_last_batch_of_an_epoch_a_run_resumes_with_a_dataset_of_another_length(
+    length: int, tmp_path: Path
+) -> None:
+    first, resumed = make_loop(), make_loop()
+    first.train_loader, resumed.train_loader = (DataLoader(make_data(rows), 16) for rows in (60, length))
+    every = ModelCheckpoint(tmp_path, every_n_steps=1, every_n_epochs=None, keep=None)
+    first.fit(num_epochs=1, callbacks=[every])
+    (last,) = tmp_path.glob("checkpoint-epoch=0001-step=00000004.pt")
+    resumed.fit(num_epochs=2, callbacks=[every], resume_from=last)
+    assert resumed.global_step == 4 + -(-length // 16)
+    assert resumed.history["loss"][0] == first.history["loss"][0]
+    with pytest.raises(CheckpointError, match="in the middle of an epoch of 60"):
+        resumed.fit(num_epochs=2, resume_from=min(tmp_path.glob("*.pt")))
