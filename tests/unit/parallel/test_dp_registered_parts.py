@@ -89,6 +89,16 @@ class NamesItsHead(Net):
         return self.head(x)
 
 
+class HasAName(NamesItsHead):
+    """The name of the part is found before the part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        heads = self._modules.pop("heads")
+        self.head = heads[0]
+        self.heads = heads
+
+
 class AddsAHead(Net):
     def forward(self, x: Any) -> Any:
         if self.calls == 3 and not hasattr(self, "more"):
@@ -167,8 +177,9 @@ def test_a_buffer_that_all_replicas_compute_alike_is_the_models(kind: Any) -> No
     assert torch.allclose(replicated.heads[0].weight, alone.heads[0].weight, rtol=1e-12)
 
 
-def test_another_name_of_a_part_is_that_of_one_process() -> None:
-    alone, replicated = (trained(NamesItsHead(), mode) for mode in ("single", "dp"))
+@pytest.mark.parametrize("kind", [NamesItsHead, HasAName])
+def test_another_name_of_a_part_is_that_of_one_process(kind: Any) -> None:
+    alone, replicated = (trained(kind(), mode) for mode in ("single", "dp"))
     assert replicated.head is replicated.heads[0]
     assert replicated.state_dict().keys() == alone.state_dict().keys()
     assert torch.allclose(replicated.heads[1].weight, alone.heads[1].weight, rtol=1e-12)

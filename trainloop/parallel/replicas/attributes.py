@@ -27,15 +27,17 @@ class WatchedTensors:
     Parameters
     ----------
     module : nn.Module
+    replicas : list of nn.Module
     values : bool
         Compare the values' bits, too. Versions of tensors do not show changes through ``.data``.
     """
 
-    def __init__(self, module: nn.Module, values: bool = False) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, replicas: list[nn.Module], values: bool = False) -> None:
+        self._parts = dict(module.named_modules())  # before the call, which may give other names to parts
+        self._copies = [dict(replica.named_modules()) for replica in replicas]
         self._before = {
             (path, name): (tensor, tensor._version)
-            for path, part in module.named_modules()
+            for path, part in self._parts.items()
             if not hasattr(part, "track_running_stats") and not isinstance(part, torch.jit.ScriptModule)
             for name, tensor in [*part._buffers.items(), *part._parameters.items()]
             if tensor is not None
@@ -51,7 +53,7 @@ class WatchedTensors:
             found.setdefault(key, []).append(bits)
         return found
 
-    def check(self, replicas: list[nn.Module]) -> None:
+    def check(self) -> None:
         """Raise an error if the first replica has changed or replaced a tensor, unless all replicas have equal values.
 
         Raises
@@ -61,11 +63,10 @@ class WatchedTensors:
         """
         if not self._before:
             return
-        parts = [dict(replica.named_modules()) for replica in replicas]
         now = self._bits_now() if self._bits else {}
         for (path, name), (tensor, version) in self._before.items():
-            own = [getattr(part.get(path), name, None) for part in parts]
-            is_buffer = name in self._module.get_submodule(path)._buffers
+            own = [getattr(copies.get(path), name, None) for copies in self._copies]
+            is_buffer = name in self._parts[path]._buffers
             replaced = isinstance(own[0], Tensor) and _place_of(own[0]) != _place_of(tensor)
             changed = tensor._version != version or now.get((path, name)) != self._bits.get((path, name))
             if not replaced and not changed:
@@ -73,7 +74,7 @@ class WatchedTensors:
             first: Any = own[0]
             same = is_buffer and all(isinstance(t, Tensor) and torch.equal(t.to(first.device), first) for t in own)
             if same and replaced:  # a table that grows with the longest batch, for example
-                setattr(self._module.get_submodule(path), name, first.detach())
+                setattr(self._parts[path], name, first.detach())
             elif not same:
                 shown = f"{path}.{name}" if path else name
                 raise ConfigurationError(
