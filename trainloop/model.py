@@ -105,7 +105,8 @@ class TTModel(nn.Module, ABC):
     def on_epoch_begin(self) -> None:
         """Reset the state that the model carries from batch to batch. Called before the first batch of an epoch.
 
-        It is not called if a run resumes in the middle of an epoch.
+        It is not called if a run resumes in the middle of an epoch. The loop calls the hooks of its model only.
+        In these, call those of a ``TTModel`` within the model: ``self.encoder.on_epoch_begin()``.
         """
 
     def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:

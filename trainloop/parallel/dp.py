@@ -336,7 +336,7 @@ class _Watched:
 
     def __init__(self, replicated: list[tuple[Any, list[Any]]], tensors: bool, values: bool) -> None:
         modules = [(module, copies) for module, copies in replicated if tensors and isinstance(module, nn.Module)]
-        self._tensors = [(WatchedTensors(module, values), copies) for module, copies in modules]
+        self._tensors = [WatchedTensors(module, copies, values) for module, copies in modules]
         self._attributes = [SetAttributes(module, copies) for module, copies in replicated]
         own = [(module, copies) for module, copies in replicated if isinstance(module, nn.Module)]
         self._registered = [RegisteredParts(module, copies) for module, copies in own]
@@ -347,8 +347,8 @@ class _Watched:
         Return the names of attributes that are lost, and of those that replicas share and have changed in place.
         """
         lost = [name for registered in self._registered for name in registered.keep()]
-        for tensors, copies in self._tensors:
-            tensors.check(copies)
+        for tensors in self._tensors:
+            tensors.check()
         shared = [name for attributes in self._attributes for name in attributes.shared_changes()]
         return lost + [name for attributes in self._attributes for name in attributes.keep()], shared
 

@@ -31,7 +31,7 @@ from trainloop.parallel.sharded.misuse import (
     refuse_other_parameters,
     refuse_shards_in_functions,
 )
-from trainloop.parallel.sharded.shards import References, is_sharded, stays_whole
+from trainloop.parallel.sharded.shards import References, is_sharded, stays_whole, storage_address
 from trainloop.parallel.sharded.undoing import (
     CompleteUnits,
     can_undo,
@@ -109,12 +109,12 @@ class _Flags:
     def without_gathered(self, output: Any) -> Any:
         """Copy those tensors of nested outputs that share the memory of gathered parameters, which is freed soon."""
         gathered = (parameters.get(name) for parameters, name, _ in self._shards)
-        places = {p.untyped_storage().data_ptr() for p in gathered if p is not None and not is_sharded(p)}
+        places = {storage_address(p) for p in gathered if p is not None and not is_sharded(p)} - {0}
 
         def apart(value: Any) -> Any:
             if isinstance(value, Tensor):
-                strided = value.layout is torch.strided and not value.is_nested and not is_sharded(value)
-                return value.clone() if strided and value.untyped_storage().data_ptr() in places else value
+                strided = not value.is_nested and not is_sharded(value)
+                return value.clone() if strided and storage_address(value) in places else value
             return map_parts(apart, value)
 
         return apart(output)
@@ -255,8 +255,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 p.data = data
         self._tt_groups = [group for _, unit in units for group in parameter_groups(unit)]
         whole = {p for p in own_parameters(module) if stays_whole(p)}
-        self._tt_hooks = [refuse_other_parameters(name, unit) for name, unit in units[:-1]]
-        self._tt_hooks += [unit.register_forward_pre_hook(_Flags(unit).follow, prepend=True) for _, unit in units[:-1]]
+        self._tt_hooks = [unit.register_forward_pre_hook(_Flags(unit).follow, prepend=True) for _, unit in units[:-1]]
+        self._tt_hooks += [refuse_other_parameters(name, unit) for name, unit in units[:-1]]  # runs before the others
         self._tt_until_begun = [
             unit.register_forward_pre_hook(self._prepare_units, prepend=True) for _, unit in units[:-1]
         ]

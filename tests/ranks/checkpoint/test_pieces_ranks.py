@@ -142,6 +142,31 @@ def test_a_run_whose_steps_have_other_numbers_of_batches_resumes_where_one_begin
     assert resumed.global_step == 3 + 3 + 4
 
 
+@pytest.mark.parametrize(
+    "before, now, at, devices, warns",
+    [
+        (4, 8, 2, 1, True),
+        (8, 4, 2, 1, True),
+        (4, 8, 8, 1, True),  # as many batches as an epoch has now
+        (4, 8, 15, 1, False),  # the end of the epoch
+        (8, 8, 2, 1, False),
+        pytest.param(4, 4, 4, 2, False, marks=pytest.mark.long),  # 15 batches, in 8 steps
+    ],
+)
+def test_other_batches_of_an_iterable_are_warned_of_in_the_middle_of_an_epoch(
+    before: int, now: int, at: int, devices: int, warns: bool, recwarn: Any, tmp_path: Path
+) -> None:
+    first, resumed = make_loop(), make_loop(gpu_mode="ddp" if devices > 1 else "single", devices=devices)
+    for tl, size in ((first, before), (resumed, now)):
+        tl.train_loader = list(DataLoader(make_data(60), size))
+    every = ModelCheckpoint(tmp_path, every_n_steps=1, every_n_epochs=None, keep=None)
+    first.fit(num_epochs=1, callbacks=[every])
+    (path,) = tmp_path.glob(f"checkpoint-*step={at:08}.pt")
+    resumed.fit(num_epochs=2, callbacks=[every], resume_from=path)
+    found = [str(one.message) for one in recwarn if "train_loader has up to" in str(one.message)]
+    assert len(found) == warns
+
+
 @pytest.mark.parametrize("batch_size, accumulation, steps", [(5, 1, 12), (16, 3, 2), (4, 2, 8), (None, 5, 3)])
 def test_after_the_last_batch_of_an_epoch_a_run_resumes_with_steps_of_any_size(
     batch_size: int | None, accumulation: int, steps: int, tmp_path: Path
@@ -158,3 +183,19 @@ def test_after_the_last_batch_of_an_epoch_a_run_resumes_with_steps_of_any_size(
     assert resumed.global_step == first.global_step + steps
     assert resumed.history["loss"][0] == first.history["loss"][0]
     assert len(resumed.history["loss"]) == 2
+
+
+@pytest.mark.parametrize("length", [41, 90])
+def test_after_the_last_batch_of_an_epoch_a_run_resumes_with_a_dataset_of_another_length(
+    length: int, tmp_path: Path
+) -> None:
+    first, resumed = make_loop(), make_loop()
+    first.train_loader, resumed.train_loader = (DataLoader(make_data(rows), 16) for rows in (60, length))
+    every = ModelCheckpoint(tmp_path, every_n_steps=1, every_n_epochs=None, keep=None)
+    first.fit(num_epochs=1, callbacks=[every])
+    (last,) = tmp_path.glob("checkpoint-epoch=0001-step=00000004.pt")
+    resumed.fit(num_epochs=2, callbacks=[every], resume_from=last)
+    assert resumed.global_step == 4 + -(-length // 16)
+    assert resumed.history["loss"][0] == first.history["loss"][0]
+    with pytest.raises(CheckpointError, match="in the middle of an epoch of 60"):
+        resumed.fit(num_epochs=2, resume_from=min(tmp_path.glob("*.pt")))

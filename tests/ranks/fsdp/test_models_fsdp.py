@@ -162,6 +162,18 @@ class Turning(Tower):
         return self.turns(super().forward(x).to(torch.complex128)).abs()
 
 
+class Late(Tower):
+    """Has layers that take their shapes from the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].up = nn.LazyLinear(self.blocks[0].up.out_features)
+        self.last = nn.LazyLinear(11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(super().forward(x))
+
+
 EQUAL: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
     "no part on a rank": (
         Small,
@@ -175,6 +187,7 @@ EQUAL: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
     "a backward within the forward": (Adversarial, list),
     "flags set in the loss": (Sampled, list),
     "complex parameters": (Turning, lambda: [HalvesImaginary()]),
+    "lazy layers": (Late, list),
     "modules added": (Tower, lambda: [Adapting()]),
 }
 

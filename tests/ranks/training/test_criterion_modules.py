@@ -85,6 +85,40 @@ def by_hand(clip: float | None) -> tuple[list[Tensor], float]:
 
 
 @pytest.mark.long(but=1)
+class LazyMargin(Margin):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(3, dtype=D)
+        self.norm = nn.LazyBatchNorm1d(affine=False, dtype=D)
+        self.norm.eval()
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return super().forward(self.norm(self.head(out)), y)
+
+
+@pytest.mark.parametrize("mode", ["dp", pytest.param("ddp", marks=pytest.mark.long), "fsdp"])
+def test_its_lazy_layers_get_their_shapes_before_ranks_start(mode: str) -> None:
+    def trained(mode: str) -> dict[str, Tensor]:
+        model, criterion = Net(), LazyMargin()
+        whole = mode in ("single", "dp")
+        TrainLoop(
+            model,
+            DataLoader(data(), 8 if whole else 4),
+            optimizer=optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.01),
+            criterion=criterion,
+            gpu_mode=mode,
+            accelerator="cpu",
+            devices=1 if mode == "single" else 2,
+            seed=0,
+            progress_bar=False,
+        ).fit(num_epochs=2)
+        return {**model.state_dict(), **criterion.head.state_dict(prefix="head.")}
+
+    expected = trained("single")
+    for name, tensor in trained(mode).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp", "fsdp"])
 def test_one_of_several_optimizers_may_step_only_the_criterion(mode: str) -> None:
     model, criterion = Net(), Margin()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.func import functional_call
+from torch.func import functional_call, jacrev, vmap
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,6 +22,7 @@ from trainloop.parallel.sharded.misuse import explain_sharded
 D = torch.float64
 NAMES = {
     "functional_call": "functional_call can't replace",
+    "functional_call of weights in vmap": "functional_call can't replace",
     "inner loop": "a gradient is requested for a.0.weight, of which this rank has a shard",
     "penalty, then a forward": "gradient penalty",
     "no forward": "a parameter was used outside of the forward of its block",
@@ -51,6 +52,12 @@ class Net(TTModel):
         mse, parameters = nn.functional.mse_loss, dict(self.named_parameters())
         if self.use == "functional_call":
             return mse(functional_call(self, {n: 0.5 * p for n, p in parameters.items()}, (x,)), y)
+        if self.use == "functional_call of weights in vmap":
+            stacked = torch.stack([self.a[0].weight, 0.5 * self.a[0].weight])
+            out = vmap(lambda weight: functional_call(self.a, {"0.weight": weight}, (x,)))(stacked)
+            return mse(self.c(self.b(out.sum(0))), y)
+        if self.use == "jacobians of samples":
+            return mse(self(x), y) + vmap(jacrev(self))(x).square().mean()
         if self.use == "inner loop":
             losses = []
             for one, target in zip(x, y, strict=True):
@@ -129,6 +136,8 @@ def trained(model: Any, mode: str, **kwargs: Any) -> tuple[Tensor, list[float]]:
 
 USES = [
     "functional_call",
+    "functional_call of weights in vmap",
+    "jacobians of samples",
     "inner loop",
     "penalty",
     "penalty, then a forward",
@@ -143,7 +152,10 @@ USES = [
     "backward in evaluation",
 ]
 LONG = {*USES} - NAMES.keys()
-QUICK = {*((use, "dp") for use in USES), ("functional_call", "fsdp"), ("no forward", "fsdp")}
+QUICK = {
+    *((use, "dp") for use in USES),
+    *((use, "fsdp") for use in ("functional_call of weights in vmap", "jacobians of samples", "no forward")),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match", "ignore:Found a non-scalar tensor")

@@ -508,6 +508,54 @@ def test_a_resume_with_other_values_says_which_are_used(tmp_path: Path, capsys: 
     )
 
 
+@pytest.mark.parametrize(
+    "before, now, said",
+    [
+        ({"weight": torch.ones(3)}, {"weight": torch.ones(3)}, ""),
+        (
+            {"weight": torch.ones(3)},
+            {"weight": torch.arange(3.0)},
+            "weight from the checkpoint (the script has others)",
+        ),
+        ({"weight": torch.ones(3)}, {}, "weight from the checkpoint (the script has others)"),
+        ({}, {"weight": torch.ones(3)}, "weight from the script (the checkpoint has none)"),
+    ],
+    ids=["equal", "other", "none now", "none before"],
+)
+def test_a_resume_says_which_class_weights_are_used(
+    before: Any, now: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for epochs, arguments in enumerate((before, now), start=1):
+        loop = small_loop.make_loop(seed=1)
+        loop.criterion = nn.CrossEntropyLoss(**arguments)
+        loop.fit(epochs, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert capsys.readouterr().err == (f"Resumed with the criterion's {said}.\n" if said else "")
+
+
+def test_a_resume_says_that_only_the_script_has_a_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for epochs, seed in ((1, None), (2, 4)):
+        small_loop.make_loop(seed=seed).fit(epochs, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert capsys.readouterr().err == "Resumed with seed=4 from the script (the checkpoint has none).\n"
+
+
+@pytest.mark.filterwarnings("ignore:LRScheduler. the schedule ends")
+def test_a_schedule_of_steps_is_no_schedule_of_epochs_in_a_resumed_run(tmp_path: Path) -> None:
+    """It begins again: a count of steps would be after all milestones of epochs."""
+
+    def rates(epochs: int, **arguments: Any) -> list[float]:
+        loop = small_loop.make_loop(seed=1)
+        schedule = LRScheduler(torch.optim.lr_scheduler.MultiStepLR, milestones=[2, 3], gamma=0.5, **arguments)
+        loop.fit(epochs, callbacks=[schedule, LearningRateMonitor(), ModelCheckpoint(tmp_path)], resume_from="last")
+        return loop.history["lr"]
+
+    assert rates(1, interval="step") == pytest.approx([0.1])
+    with pytest.warns(
+        UserWarning, match="state of a schedule for each step, but this fit has a schedule for each epoch"
+    ):
+        found = rates(5)
+    assert found[1:] == pytest.approx([0.025, 0.025, 0.0125, 0.00625])
+
+
 @pytest.mark.filterwarnings("ignore:LRScheduler. the schedule ends")
 def test_a_resume_says_which_arguments_of_a_schedule_are_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

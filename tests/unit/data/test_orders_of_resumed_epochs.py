@@ -12,6 +12,7 @@ import torch
 from kit.small_loop import make_loop
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 
+from conftest import make_data
 from trainloop import AbstractCallback
 from trainloop.callbacks import ModelCheckpoint
 
@@ -118,3 +119,30 @@ def test_another_order_is_warned_of(tmp_path: Path, kind: str) -> None:
         warnings.simplefilter("always")
         fit(resume_from="last")
     assert sum(str(one.message).startswith(ORDER) for one in caught) == (kind in ("model", "weights"))
+
+
+@pytest.mark.parametrize(
+    "before, now, warns",
+    [("order", "shuffle", True), ("shuffle", "order", True), ("shuffle", "weights", True), ("order", "list", False)],
+)
+def test_another_sampler_is_warned_of(tmp_path: Path, before: str, now: str, warns: bool) -> None:
+    """Torch's own orders are known without reading them; the order of a list with the same indices is the same."""
+    hows: dict[str, dict[str, Any]] = {
+        "order": {},
+        "shuffle": {"shuffle": True},
+        "weights": {"sampler": WeightedRandomSampler([1.0] * 40, 40)},
+        "list": {"sampler": list(range(40))},
+    }
+
+    def fit(how: str, **arguments: Any) -> None:
+        loop = make_loop(validation=False, seed=3)
+        loop.train_loader = DataLoader(make_data(40), 8, **hows[how])
+        loop.fit(2, callbacks=[ModelCheckpoint(tmp_path, every_n_steps=1, keep=20)], **arguments)
+
+    fit(before)
+    for step, expected in (("3", warns), ("5", False)):  # in the middle of an epoch, and after its last step
+        (path,) = tmp_path.glob(f"checkpoint-epoch=0001-step=0000000{step}.pt")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(now, resume_from=path)
+        assert sum(str(one.message).startswith(ORDER) for one in caught) == expected

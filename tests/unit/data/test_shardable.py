@@ -128,6 +128,14 @@ def test_a_kept_tensor_without_a_storage_is_no_view() -> None:
     _check_views(Tower(), [Keeps([kept])])
 
 
+def test_a_model_with_lazy_layers() -> None:
+    """The first batch, which ``fit`` reads after these checks, gives them shapes."""
+    model = Tower()
+    model.blocks[0].add_module("late", nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()))
+    loop = loop_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    check_shardable(loop, gather=True, wrapper_args={})
+
+
 def test_a_view_that_a_criterion_keeps() -> None:
     class Anchored(nn.CrossEntropyLoss):
         def __init__(self, model: Tower) -> None:

@@ -74,19 +74,21 @@ class AbstractScheduler:
         if self.scheduler is None or not state_dict:
             return
         if not AbstractScheduler.fits(self, state_dict):  # torch would mix the attributes of both, or raise a KeyError
-            if is_global_zero():
-                warn(
-                    f"{type(self).__name__}: the checkpoint has the state of a {state_dict[CLASS_KEY]}, but this fit "
-                    f"has a {scheduler_class(self.scheduler)}. That state is ignored: the new schedule begins at its "
-                    "first step, with the checkpoint's learning rate. To begin with another rate, set group['lr'] in a "
-                    "callback's on_resume."
-                )
+            self._warn_of_other(state_dict[CLASS_KEY], scheduler_class(self.scheduler))
             return
         load_scheduler(self.scheduler, state_dict)
         restore_counters(self.scheduler)
 
+    def _warn_of_other(self, before: str, now: str) -> None:
+        if is_global_zero():
+            warn(
+                f"{type(self).__name__}: the checkpoint has the state of a {before}, but this fit has a {now}. That "
+                "state is ignored: the new schedule begins at its first step, with the checkpoint's learning rate. To "
+                "begin with another rate, set group['lr'] in a callback's on_resume."
+            )
+
     def fits(self, state_dict: Mapping[str, Any]) -> bool:
-        """Return True if a state is that of a scheduler of the same class."""
+        """Return True if a state is that of a scheduler of the same class, which is stepped at the same times."""
         return self.scheduler is None or not state_dict or state_fits(self.scheduler, state_dict)
 
     def other_settings(self, state_dict: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -488,15 +490,21 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
             "begin": self._begin,
             "metric": None if self._metric is None else self._metric.state_dict(),
             "judged_step": self._judged_step,
+            "interval": self.interval,
         }
 
     def fits(self, state_dict: Mapping[str, Any]) -> bool:
-        return AbstractScheduler.fits(self, state_dict["scheduler"])
+        # A count of steps is not one of epochs. Older checkpoints lack the interval.
+        same_units = state_dict.get("interval", self.interval) == self.interval
+        return same_units and AbstractScheduler.fits(self, state_dict["scheduler"])
 
     def other_settings(self, state_dict: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-        return AbstractScheduler.other_settings(self, state_dict["scheduler"])
+        return AbstractScheduler.other_settings(self, state_dict["scheduler"]) if self.fits(state_dict) else []
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if (before := state_dict.get("interval", self.interval)) != self.interval:
+            self._warn_of_other(f"schedule for each {before}", f"schedule for each {self.interval}")
+            return
         AbstractScheduler.load_state_dict(self, state_dict["scheduler"])
         if not self.fits(state_dict):
             return

@@ -122,22 +122,23 @@ class FeedPosition:
         """Yield the items; warn if the epoch was resumed, and its sampler draws another order than before."""
         before, self._loaded_order = self._loaded_order, None
         first = list(islice(items, 1))
-        now = self._order_checksum()
+        now = self._order_checksum() if first else None  # nothing is left of a complete epoch
         if before is not None and now is not None and before[0] != now[0] and before[1:] == now[1:] and not self._rank:
             warn(
                 f"{self._name}: the resumed run reads the samples of this epoch in another order than the run that "
-                "wrote the checkpoint, so that some of them are read twice, and others not at all. The sampler's order "
-                "depends on something that the checkpoint has from a later time, or does not have: the model, weights "
-                "that a callback sets, a generator without a seed. Let it draw the order from its epoch (set_epoch) or "
-                "from the global generators of torch, numpy or Python, give it a state_dict() and load_state_dict() "
-                "with what determines the order, or write checkpoints at the end of epochs only."
+                "wrote the checkpoint, so that some of them are read twice, and others not at all. The loader has "
+                "another sampler than in that run, or the sampler's order depends on something that the checkpoint has "
+                "from a later time, or does not have: the model, weights that a callback sets, a generator without a "
+                "seed. Let it draw the order from its epoch (set_epoch) or from the global generators of torch, numpy "
+                "or Python, give it a state_dict() and load_state_dict() with what determines the order, or write "
+                "checkpoints at the end of epochs only."
             )
         yield from first
         yield from items
 
     def _order_checksum(self) -> list[int] | None:
         """Return a checksum of the beginning of the epoch's order, and the sizes that it depends on, if it is known."""
-        digest = self._source.order_digest if isinstance(self._source, Indexed) else None
+        digest = self._source.order_checksum() if isinstance(self._source, Indexed) else None
         return None if digest is None else [digest, self._world_size, self._source.global_batch_size or 0]
 
     def note(

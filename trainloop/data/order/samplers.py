@@ -89,6 +89,10 @@ class RankShard:
         """
         raise NotImplementedError
 
+    def positions_digest(self) -> int | None:
+        """Return the :attr:`digest` of an order that is known by position; None for others."""
+        return None
+
     def batch_seed(self, batch_index: int) -> int:
         """Return the seed for random draws while this rank's part of the global batch ``batch_index`` is loaded."""
         assert self.seed is not None  # without a seed, nothing is seeded
@@ -147,6 +151,10 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
     def rule(self) -> str:
         """``'by position'`` or ``'iterated'``."""
         return "iterated" if self.order is None else "by position"
+
+    def positions_digest(self) -> int | None:
+        order, size = self.order, self.batch_size * self.num_replicas
+        return None if order is None else digest_of(order.at(np.arange(min(size, len(order)))).tolist())
 
     def __len__(self) -> int:
         if self.plan is None:

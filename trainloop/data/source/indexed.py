@@ -140,6 +140,11 @@ class Indexed(Source):
     def order_digest(self) -> int | None:
         return self._shard.digest
 
+    def order_checksum(self) -> int | None:
+        """Return :attr:`order_digest` or, if this order can't differ between ranks, a checksum of its beginning."""
+        digest = self._shard.digest
+        return self._shard.positions_digest() if digest is None else digest
+
     @property
     def shard_digest(self) -> int | None:
         # Torch's sampler reads its rank in each pass. Under a launcher, the rank was known to the constructor.

@@ -6,7 +6,7 @@ import copy
 import operator
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -27,15 +27,17 @@ class WatchedTensors:
     Parameters
     ----------
     module : nn.Module
+    replicas : list of nn.Module
     values : bool
         Compare the values' bits, too. Versions of tensors do not show changes through ``.data``.
     """
 
-    def __init__(self, module: nn.Module, values: bool = False) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, replicas: list[nn.Module], values: bool = False) -> None:
+        self._parts = dict(module.named_modules())  # before the call, which may give other names to parts
+        self._copies = [dict(replica.named_modules()) for replica in replicas]
         self._before = {
             (path, name): (tensor, tensor._version)
-            for path, part in module.named_modules()
+            for path, part in self._parts.items()
             if not hasattr(part, "track_running_stats") and not isinstance(part, torch.jit.ScriptModule)
             for name, tensor in [*part._buffers.items(), *part._parameters.items()]
             if tensor is not None
@@ -51,7 +53,7 @@ class WatchedTensors:
             found.setdefault(key, []).append(bits)
         return found
 
-    def check(self, replicas: list[nn.Module]) -> None:
+    def check(self) -> None:
         """Raise an error if the first replica has changed or replaced a tensor, unless all replicas have equal values.
 
         Raises
@@ -61,11 +63,10 @@ class WatchedTensors:
         """
         if not self._before:
             return
-        parts = [dict(replica.named_modules()) for replica in replicas]
         now = self._bits_now() if self._bits else {}
         for (path, name), (tensor, version) in self._before.items():
-            own = [getattr(part.get(path), name, None) for part in parts]
-            is_buffer = name in self._module.get_submodule(path)._buffers
+            own = [getattr(copies.get(path), name, None) for copies in self._copies]
+            is_buffer = name in self._parts[path]._buffers
             replaced = isinstance(own[0], Tensor) and _place_of(own[0]) != _place_of(tensor)
             changed = tensor._version != version or now.get((path, name)) != self._bits.get((path, name))
             if not replaced and not changed:
@@ -73,7 +74,7 @@ class WatchedTensors:
             first: Any = own[0]
             same = is_buffer and all(isinstance(t, Tensor) and torch.equal(t.to(first.device), first) for t in own)
             if same and replaced:  # a table that grows with the longest batch, for example
-                setattr(self._module.get_submodule(path), name, first.detach())
+                setattr(self._parts[path], name, first.detach())
             elif not same:
                 shown = f"{path}.{name}" if path else name
                 raise ConfigurationError(
@@ -93,8 +94,9 @@ def _place_of(tensor: Tensor) -> list[int]:
 class RegisteredParts:
     """Find what a method registers in replicas of a module; keep what is the same for all of them.
 
-    A buffer may be computed at the first forward, and a module of the model may get another name (``self.head =
-    self.heads[task]``). A new module or parameter would be lost, with what the optimizer is to train.
+    A buffer may be computed at the first forward, also one that was registered as None, and a module of the model may
+    get another name (``self.head = self.heads[task]``). A new module or parameter would be lost, with what the
+    optimizer is to train.
 
     Parameters
     ----------
@@ -106,7 +108,7 @@ class RegisteredParts:
         self._modules = dict(module.named_modules())
         self._replicas = [dict(replica.named_modules()) for replica in replicas]
         self._before = {
-            path: (dict(part._modules), {*part._parameters}, {*part._buffers})
+            path: (dict(part._modules), _present(part._parameters), _present(part._buffers))
             for path, part in self._replicas[0].items()
             if not isinstance(part, torch.jit.ScriptModule)
         }
@@ -127,14 +129,18 @@ class RegisteredParts:
             for name, child in first._modules.items():
                 if name not in modules or child is not modules[name]:
                     part._modules[name] = self._own(prefix + name, [copy._modules.get(name) for copy in copies])
-            for name in [*(modules.keys() - first._modules.keys()), *(parameters ^ first._parameters.keys())]:
+            for name in [*(modules.keys() - first._modules.keys()), *(parameters ^ _present(first._parameters))]:
                 raise _lost_part(prefix + name)
-            for name in first._buffers.keys() - buffers:
+            for name in buffers ^ _present(first._buffers):
                 own = [copy._buffers.get(name) for copy in copies]
-                if all(_same_value(other, own[0]) for other in own):
-                    part.register_buffer(name, own[0], persistent=name in first.state_dict())
-                else:
+                if not all(_same_value(other, own[0]) for other in own):
                     lost.append(prefix + name)
+                elif name not in first._buffers:
+                    delattr(part, name)
+                elif name in part._buffers:
+                    setattr(part, name, own[0])
+                else:
+                    part.register_buffer(name, own[0], persistent=name in first.state_dict())
         return lost
 
     def _own(self, name: str, children: list[nn.Module | None]) -> nn.Module | None:
@@ -145,6 +151,11 @@ class RegisteredParts:
         if any(child is not children[0] for child in children):
             raise _lost_part(name)
         return children[0]
+
+
+def _present(named: Mapping[str, Tensor | None]) -> set[str]:
+    """Return the names of tensors; those of a module may be None."""
+    return {name for name, tensor in named.items() if tensor is not None}
 
 
 def _lost_part(name: str) -> ConfigurationError:

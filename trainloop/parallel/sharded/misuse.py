@@ -17,7 +17,7 @@ from trainloop._support.reduction import answer_of, graph_nodes, innermost_mode,
 from trainloop._support.user_line import warn
 from trainloop.distributed.ranks import refuse_on_one_rank
 from trainloop.errors import ConfigurationError, TrainLoopError
-from trainloop.parallel.sharded.shards import bit_sums, is_sharded, local_shard, stays_whole
+from trainloop.parallel.sharded.shards import bit_sums, is_sharded, local_shard, stays_whole, storage_address
 
 # In torch's errors about operations that can't work with a shard.
 _OF_SHARDS = (
@@ -189,9 +189,8 @@ def _is_plain_index(index: Any) -> bool:
 
 def _is_copy(part: Tensor, source: Tensor) -> bool:
     own, whole = local_shard(part), local_shard(source)
-    if type(own) is not Tensor or not own.numel():  # tensors of a library's own type (torchao's) have no storage
-        return False
-    return own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+    address = storage_address(own) if own.numel() else 0
+    return address != 0 and address != storage_address(whole)
 
 
 def _changes(name: str) -> bool:
@@ -342,10 +341,10 @@ class WatchedForwards:
 
     def _refuse_data(self, tensor: Tensor) -> None:
         """Raise an error for an operation on a gathered ``p.data``: it may change values in later forwards only."""
-        if is_sharded(tensor) or tensor.is_nested or tensor.layout is not torch.strided or not tensor.numel():
+        if is_sharded(tensor) or tensor.is_nested or not (address := storage_address(tensor)):
             return
         for seen in (seen for unit in self._seen.values() for seen in unit):
-            if tensor.shape == seen.parameter.shape and tensor.data_ptr() == seen.address:
+            if tensor.shape == seen.parameter.shape and address == seen.address:
                 self._refuse_change_in_forward(seen.name)
 
     def _note_before_forward(self, name: str, unit: nn.Module) -> None:
@@ -354,7 +353,8 @@ class WatchedForwards:
             return
         whole = [(n, p) for n, p in unit.named_parameters(name) if not is_sharded(p) and not stays_whole(p)]
         bits = bit_sums([p for _, p in whole])
-        self._seen[name] = [_Seen(n, p, p._version, p.data_ptr(), own) for (n, p), own in zip(whole, bits, strict=True)]
+        noted = zip(whole, bits, strict=True)
+        self._seen[name] = [_Seen(n, p, p._version, storage_address(p), own) for (n, p), own in noted]
 
     def _refuse_change_in_forward(self, name: str) -> NoReturn:
         self.end()
@@ -370,10 +370,7 @@ class WatchedForwards:
         for module in unit.modules():
             for name, value in vars(module).items():
                 kept = isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not is_sharded(value)
-                if not kept or value.layout is not torch.strided:
-                    continue
-                of = gathered.get(value.untyped_storage().data_ptr())
-                if of is not None:
+                if kept and (of := gathered.get(storage_address(value))) is not None:
                     self._warned = True
                     warn(
                         f"gpu_mode='fsdp': the attribute {name} of {type(module).__name__} shares the memory of "
@@ -386,11 +383,11 @@ class WatchedForwards:
         then = [seen for seen in self._seen.pop(name, []) if seen.parameter.untyped_storage().nbytes()]
         bits = bit_sums([seen.parameter for seen in then])
         for seen, own in zip(then, bits, strict=True):
-            now = (seen.parameter._version, seen.parameter.data_ptr(), own)
+            now = (seen.parameter._version, storage_address(seen.parameter), own)
             if now != (seen.version, seen.address, seen.bits):
                 self._refuse_change_in_forward(seen.name)
         if then and not self._warned:
-            self._warn_of_kept(unit, {seen.parameter.untyped_storage().data_ptr(): seen.name for seen in then})
+            self._warn_of_kept(unit, {seen.address: seen.name for seen in then if seen.address})
         if is_root and torch.is_grad_enabled():
             self._left -= 1
             if self._left <= 0:

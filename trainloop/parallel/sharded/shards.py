@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from trainloop.distributed.objects import exchange_ints, gather_object
 from trainloop.distributed.tensors import reduce_in_place
@@ -47,8 +48,11 @@ def unlike_on_ranks(shards: Mapping[str, Sequence[Tensor]]) -> list[str]:
 
 
 def stays_whole(parameter: Tensor) -> bool:
-    """Return True if every rank has the full parameter, since it is a scalar or empty, which torch can't divide."""
-    return parameter.ndim == 0 or parameter.numel() == 0
+    """Return True if every rank has the full parameter, since it is a scalar or empty, which torch can't divide.
+
+    It is empty, too, while it is lazy and has no shape yet.
+    """
+    return is_lazy(parameter) or parameter.ndim == 0 or parameter.numel() == 0
 
 
 def is_mark_of_sharding(name: str) -> bool:

@@ -28,7 +28,7 @@ from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import alone
 from trainloop.model import yields_losses
 from trainloop.optim.optimizers import explain_no_graph, needs_closure, optimizers_of
-from trainloop.optim.parameters import criterion_modules, own_parameters
+from trainloop.optim.parameters import criterion_modules, own_parameters, trained_modules
 from trainloop.parallel.transparent import check_sendable
 from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.arguments.options import FitJob
@@ -306,16 +306,17 @@ def _loader_workers(loop: LoopState, ranks: int) -> int:
 
 
 def _initialize_lazy_parameters(loop: LoopState) -> None:
-    """Initialize lazy modules from a batch before ranks or replicas exist, so that all get the same weights.
+    """Initialize lazy modules, also those of the criterion, from a batch before ranks exist, so that all are equal.
 
     The weights are those that ``single`` draws in its first forward, unless that forward draws other numbers first
     (dropout).
     """
-    lazy = [p for p in own_parameters(loop.model) if torch.nn.parameter.is_lazy(p)]
+    modules = trained_modules(loop.model, loop.criterion)
+    lazy = [t for one in modules for t in (*own_parameters(one), *one.buffers()) if torch.nn.parameter.is_lazy(t)]
     loader = next((loader for loader in loaders_of(loop) if loader is not None), None)
     if not lazy or loader is None:
         return
-    with untouched(loop), evaluating(loop.model):
+    with untouched(loop), evaluating(*modules):
         batch = next(iter(loader))
         with nullcontext() if loop.seed is None else rng.isolated(_seed_of_run(loop, loop.seed)):
             loss_of(loop.model.get_loss(batch, loop.criterion, loop.model.device), 1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from trainloop._support.nested import tensors_of
 from trainloop.errors import ConfigurationError
@@ -98,7 +99,7 @@ def _check_views(model: nn.Module, holders: Iterable[Any]) -> None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    return not tensor.is_meta and tensor.numel() > 0 and storage_address(tensor) != 0
+    return not is_lazy(tensor) and not tensor.is_meta and tensor.numel() > 0 and storage_address(tensor) != 0
 
 
 def _check_overlaps(named: Mapping[str, Tensor]) -> None:

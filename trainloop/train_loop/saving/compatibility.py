@@ -204,9 +204,14 @@ def about_criterion(loop: LoopState, state: dict[str, Any]) -> str:
     )
 
 
+def _is_whole(place: dict[str, Any]) -> bool:
+    """Return True if all batches of the epoch at a place had been read, so that another length does not matter."""
+    return place["epoch_batches"] == place.get("num_batches")
+
+
 def _check_data(feed: Any, place: dict[str, Any]) -> None:
     before, now = place["num_samples"], feed.num_samples
-    if place["epoch_steps"] and before is not None and now is not None and before != now:
+    if place["epoch_steps"] and not _is_whole(place) and None not in (before, now) and before != now:
         raise CheckpointError(
             f"the checkpoint was written in the middle of an epoch of {before} training samples, but the loader has "
             f"{now} now, so the rest of that epoch can't be read. Pass the same dataset, restore it in a callback's "
@@ -224,9 +229,29 @@ def _sizes(feed: Any, place: dict[str, Any]) -> tuple[int, int, str]:
     return place.get("loader_batches", feed.loader_batches), feed.loader_batches, "batches"
 
 
+def about_length(feed: Any, place: dict[str, Any]) -> str:
+    """Return a warning's text if an epoch of another length than the feed's had begun at a place, else ''.
+
+    Only lengths in samples are known exactly, and :func:`done_here` compares these.
+    """
+    before, now, unit = _sizes(feed, place)
+    theirs, own = place.get("num_batches"), feed.num_batches
+    counted = None not in (place["num_samples"], feed.num_samples)
+    if counted or theirs is None or own is None or not place["epoch_batches"] or _is_whole(place):
+        return ""
+    if before * theirs > now * (own - 1) and now * own > before * (theirs - 1):
+        return ""
+    return (
+        f"train_loader has up to {now * own} {unit} in an epoch, but had up to {before * theirs} in the one that was "
+        f"begun when the checkpoint was written. This run continues after {before * place['epoch_batches']} {unit}: if "
+        "batches now have other samples, some samples of this epoch are read twice, or not at all. Resume with the "
+        "same batches, or from a checkpoint at an epoch's end."
+    )
+
+
 def batches_here(feed: Any, place: dict[str, Any]) -> int | None:
     """Return how many of this feed's batches have what was read of an epoch at a place; None if none begins there."""
-    if feed.num_batches is not None and place["epoch_batches"] == place.get("num_batches"):
+    if feed.num_batches is not None and _is_whole(place):
         whole: int = feed.num_batches  # all were read, and the last ones may be smaller
         return whole
     before, now, _ = _sizes(feed, place)

@@ -19,7 +19,15 @@ from trainloop._support.user_line import described_names, warn, warn_or_print
 from trainloop.callbacks.base import identity_of, matched_entries, overrides_of_user
 from trainloop.callbacks.weights.torch_schedulers import OF_SCHEDULES
 from trainloop.callbacks.weights.train_schedule import AbstractScheduler
-from trainloop.checkpoint.sharded import StoredTensor, fill_empty_buffers, fitted, load_model, whole_of
+from trainloop.checkpoint.file import bits_of, changed
+from trainloop.checkpoint.sharded import (
+    StoredTensor,
+    empty_buffers,
+    fill_empty_buffers,
+    fitted,
+    load_model,
+    whole_of,
+)
 from trainloop.data.order.orders import set_generator_states, set_states
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
@@ -34,6 +42,7 @@ from trainloop.train_loop.saving.beside import warn_of_lost
 from trainloop.train_loop.saving.collect import COUNTERS, criterion_state, generators_of
 from trainloop.train_loop.saving.compatibility import (
     about_criterion,
+    about_length,
     check_checkpoint,
     check_own_states,
     done_here,
@@ -99,6 +108,8 @@ def load_checkpoint_state(run: TrainingRun, state: dict[str, Any], *, quiet: boo
     whole = loop.progress.epoch_ends or run.epoch_batches == run.feed.num_batches
     if run.skip_steps and not whole and loop.is_global_zero:
         _warn_of_begun_epoch(loop)
+    if loop.is_global_zero and (text := about_length(run.feed, place)):
+        warn(text)
 
 
 def _may_restore_data(run: TrainingRun) -> bool:
@@ -336,7 +347,20 @@ def _about_other_values(run: TrainingRun, state: dict[str, Any]) -> str:
         other += [prefix + name for name, flag in now.items() if flags.get(name, flag) != flag]
     if other:
         found.append(f"requires_grad of {described_names(other)} from the checkpoint (the script has other values)")
+    criterion = criterion_module(loop.criterion)
+    if criterion is not None and not about_criterion(loop, state):
+        own, saved = criterion_state(loop, of_model=False), state["criterion"]
+        buffers = [n for n, b in criterion.named_buffers() if n in own and n in saved and b.layout is torch.strided]
+        differ = changed(bits_of(saved, buffers), bits_of(own, buffers)) + list(empty_buffers(criterion, saved))
+        for names, source, rest in (
+            (differ, "checkpoint", "the script has others"),
+            ([name for name in own if name not in saved], "script", "the checkpoint has none"),
+        ):
+            if names:
+                found.append(f"the criterion's {described_names(names)} from the {source} ({rest})")
     note("seed", place["seed"], loop.seed, of_script=False)
+    if place["seed"] is None and loop.seed is not None:
+        found.append(f"seed={loop.seed} from the script (the checkpoint has none)")
     note("grad_accumulation", loop.grad_accumulation, place["grad_accumulation"], of_script=True)
     note("global batch size", run.feed.global_batch_size, place["global_batch_size"], of_script=True)
     return f"Resumed with {', '.join(dict.fromkeys(found))}." if found else ""
