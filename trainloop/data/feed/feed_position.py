@@ -122,7 +122,7 @@ class FeedPosition:
         """Yield the items; warn if the epoch was resumed, and its sampler draws another order than before."""
         before, self._loaded_order = self._loaded_order, None
         first = list(islice(items, 1))
-        now = self._order_checksum() if first else None  # nothing is left of a complete epoch
+        now = self._order_checksum() if before is not None and first else None  # nothing is left of a complete epoch
         if before is not None and now is not None and before[0] != now[0] and before[1:] == now[1:] and not self._rank:
             warn(
                 f"{self._name}: the resumed run reads the samples of this epoch in another order than the run that "

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from trainloop._support.keywords import why_not
 from trainloop.errors import ConfigurationError
@@ -57,7 +56,7 @@ def check_parameters(unit: str, parameters: Mapping[str, nn.Parameter]) -> None:
         If the dtypes differ; the error names a parameter of each dtype. If a parameter's class is lost with sharding.
     """
     for name, p in parameters.items():
-        if type(p) is not nn.Parameter and issubclass(type(p), nn.Parameter) and not is_lazy(p):
+        if type(p) is not nn.Parameter and issubclass(type(p), nn.Parameter):
             raise ConfigurationError(
                 f"TTFullyShardedDataParallel: {name} of {unit} is a {type(p).__name__}, a subclass of nn.Parameter. "
                 "Its shards would be plain parameters, and what the model or an optimizer does for this class (as "
