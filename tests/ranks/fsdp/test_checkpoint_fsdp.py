@@ -120,7 +120,17 @@ def test_parts_of_two_ranks_resumed_bit_by_bit_and_in_one_process(tmp_path: Path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model, optimizer_of", [(Tower, factored), (OneRow, lambda model: ByRow(model.parameters()))])
+@pytest.mark.parametrize(
+    "model, optimizer_of",
+    [
+        (Tower, factored),
+        pytest.param(
+            OneRow,
+            lambda model: ByRow(model.parameters()),
+            marks=pytest.mark.skipif(TorchVersion("2.14") <= torch.__version__, reason="torch refuses its first step"),
+        ),
+    ],
+)
 def test_state_that_is_not_of_its_parameters_shape_is_resumed(model: Any, optimizer_of: Any, tmp_path: Path) -> None:
     """Some is a sum of which each rank has a term, such as the means of the columns of a matrix with divided rows."""
     given: Any = {"model": model, "optimizer_of": optimizer_of}
