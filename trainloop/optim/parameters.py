@@ -109,6 +109,15 @@ def trained_parameters(
     return [parameter for _, parameter in named_trained_parameters(model, criterion, optimizer)]
 
 
+def parameters_beside(
+    model: nn.Module, criterion: Any, optimizer: Optimizer | MultiOptimizer | None
+) -> dict[str, Tensor]:
+    """Return the parameters that only the optimizer has, by name; no module of the model or criterion has them."""
+    registered = {id(parameter) for parameter in trained_parameters(model, criterion)}
+    named = named_trained_parameters(model, criterion, optimizer)
+    return {name: parameter for name, parameter in named if id(parameter) not in registered}
+
+
 def explain_sparse(model: nn.Module, criterion: Any, optimizer: Optimizer | MultiOptimizer | None, what: str) -> None:
     """Called after an error of clipping: raise an error that names the parameter if a gradient is sparse."""
     for name, parameter in named_trained_parameters(model, criterion, optimizer):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTBasicModel, distributed
 from trainloop.callbacks import GradientClipping, GradientStats, ModelCheckpoint
+from trainloop.checkpoint import checkpoints
 from trainloop.errors import ConfigurationError, WorkerFailedError
 
 D = torch.float64
@@ -218,11 +220,32 @@ def test_a_parameter_that_a_callback_adds_to_the_optimizer_is_trained_by_all_sam
         torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=1e-12)
 
 
-def test_a_warning_says_that_checkpoints_lack_a_parameter_that_only_the_optimizer_has(tmp_path: Path) -> None:
-    model = Unknown()
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp", "fsdp"])
+def test_a_parameter_that_only_the_optimizer_has_is_in_checkpoints(mode: str, tmp_path: Path) -> None:
+    def trained(epochs: int, resume_from: Any = None) -> list[Tensor]:
+        model = UnknownOfMean()
+        adam = optim.Adam([*model.parameters(), *model.beside], lr=0.01)
+        keeper = ModelCheckpoint(tmp_path, every_n_steps=1, keep=None)
+        loop_of(model, None, adam, mode).fit(epochs, callbacks=[keeper], resume_from=resume_from)
+        return [p.detach().clone() for p in (*model.parameters(), *model.beside)]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # checkpoints lack nothing
+        whole = trained(2)
+        (half,) = [c.path for c in checkpoints(tmp_path) if c.info is not None and c.info.step == 3]
+        assert all(map(torch.equal, trained(2, half), whole))
+
+
+def test_a_parameter_that_another_runs_optimizer_does_not_have_is_named(tmp_path: Path) -> None:
+    model = UnknownOfMean()
     sgd = optim.SGD([*model.parameters(), *model.beside], lr=0.01)
-    with pytest.warns(UserWarning, match="the training changes .*parameter 2 of the optimizer"):
-        loop_of(model, None, sgd).fit(1, callbacks=[ModelCheckpoint(tmp_path)])
+    loop_of(model, None, sgd).fit(1, callbacks=[ModelCheckpoint(tmp_path)])
+    other = UnknownOfMean()
+    other.beside = [nn.Parameter(torch.ones(1, dtype=D))]
+    sgd = optim.SGD([*other.parameters(), *other.beside], lr=0.01)
+    with pytest.warns(UserWarning, match="do not both have parameter 2 of the optimizer, which the model does not"):
+        loop_of(other, None, sgd).fit(2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
 
 
 @pytest.mark.long(but=1)

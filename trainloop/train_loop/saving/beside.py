@@ -125,6 +125,7 @@ class Beside:
         modules = [("", loop.model), *(("criterion", module) for module in criterion_modules(loop.criterion))]
         for _, whole in modules:
             self._seen |= {id(part) for part in (*whole.modules(), *whole.parameters(), *whole.buffers())}
+        self._seen |= {id(p) for p in trained_parameters(loop.model, loop.criterion, loop.optimizer)}
         for prefix, whole in modules:
             for name, buffer in whole.named_buffers(prefix):
                 if name not in saved:
@@ -147,10 +148,6 @@ class Beside:
             if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
                 name = "optimizer" if len(optimizers) == 1 else f"optimizer {i}"
                 self._add_attributes(name, optimizer, without=_OF_OPTIMIZERS)
-        of_modules = {id(p) for p in trained_parameters(loop.model, loop.criterion)}
-        for name, p in named_trained_parameters(loop.model, loop.criterion, loop.optimizer):
-            if id(p) not in of_modules:
-                self._add(name, p.detach(), tuple(p.shape))
         for callback in loop.callbacks:
             if type(callback).state_dict is AbstractCallback.state_dict and not callback.uses_hook("rank_state_dict"):
                 self._add_attributes(callback.callback_name, callback, without=_OF_CALLBACKS, only_lost=True)

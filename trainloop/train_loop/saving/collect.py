@@ -18,7 +18,7 @@ from trainloop.data.loader.loader_copies import persistent_workers
 from trainloop.data.order.orders import Generator, generator_states, generators_in, kept_in_checkpoints
 from trainloop.errors import CheckpointError
 from trainloop.optim.optimizers import all_optimizers, optimizers_of, parameters_of
-from trainloop.optim.parameters import criterion_module, trained_modules
+from trainloop.optim.parameters import criterion_module, parameters_beside, trained_modules
 from trainloop.optim.states import gather_divided_states, optimizer_state_dict
 from trainloop.parallel.sharded.shards import gathered, is_sharded, map_tensors
 from trainloop.train_loop.progress.loop_state import LoopState
@@ -161,6 +161,9 @@ def _common_state(run: TrainingRun) -> dict[str, Any]:
         "criterion": criterion_state(loop, of_model=False),
         "optimizers": [optimizer_state_dict(optimizer) for optimizer in optimizers_of(loop.optimizer)],
         "groups": group_names(loop),
+        "parameters": {
+            name: p.detach() for name, p in parameters_beside(loop.model, loop.criterion, loop.optimizer).items()
+        },
         **dict(zip(FLAGS, map(training_flags, trained_modules(loop.model, loop.criterion)))),
         "scaler": run.place.scaler.state_dict(),
         "generators": [
