@@ -21,7 +21,7 @@ from trainloop._support.carried import places_of
 from trainloop._support.reduction import graph_nodes
 from trainloop._support.stopping import LocalStop
 from trainloop._support.user_line import warn
-from trainloop.callbacks.watch.failure_recorder import named_losses, not_finite, recorded_modules
+from trainloop.callbacks.watch.failure_recorder import named_losses, not_finite, recorded_modules, recorded_parameters
 from trainloop.data import StepBatches
 from trainloop.data.batch.batches import move_to
 from trainloop.distributed import Rank
@@ -214,8 +214,9 @@ def _error_of(record: dict[str, Any]) -> str:
 
 
 def _tensors_by_path(loop: LoopState) -> Iterator[tuple[str, Tensor]]:
+    yield from recorded_parameters(loop).items()
     for root, part in recorded_modules(loop).items():
-        yield from (*part.named_parameters(prefix=root), *part.named_buffers(prefix=root))
+        yield from part.named_buffers(prefix=root)
 
 
 @contextmanager

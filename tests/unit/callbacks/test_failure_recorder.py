@@ -88,12 +88,27 @@ class Two(Net):
         return loss
 
 
+class Beside(Net):
+    """A scale of the inputs that only the optimizer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = [nn.Parameter(torch.rand(6))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.beside[0])
+
+
 class Yields(HasCritic, Net):
     pass
 
 
 def of_net(model: Any) -> optim.Optimizer:
     return optim.Adam(model.parameters(), lr=0.01)
+
+
+def of_beside(model: Any) -> optim.Optimizer:
+    return optim.Adam([*model.parameters(), *model.beside], lr=0.01)
 
 
 def of_two(model: Any) -> MultiOptimizer:
@@ -154,6 +169,7 @@ KINDS = {
     "several losses, accumulated": Kind(Two, of_two, accumulation=3),
     "alternating": Kind(Yields, of_yields),
     "alternating, accumulated": Kind(Yields, of_yields, accumulation=3),
+    "beside": Kind(Beside, of_beside, accumulation=2),
     "carried": Kind(Carries),
     "carried, accumulated": Kind(Carries, accumulation=3),
     "spectral": Kind(Spectral),

@@ -38,11 +38,11 @@ from trainloop.callbacks.watch.nan import describe_not_finite
 from trainloop.callbacks.weights.gradient import norms_of, which_are_finite
 from trainloop.checkpoint import CheckpointInfo
 from trainloop.errors import CheckpointError
-from trainloop.optim.parameters import criterion_module
+from trainloop.optim.parameters import criterion_module, parameters_beside
 from trainloop.parallel import TTDistributedDataParallel
 from trainloop.parallel.sharded.shards import bytes_of, is_sharded
 
-__all__ = ["FailureRecorder", "named_losses", "not_finite", "recorded_modules"]
+__all__ = ["FailureRecorder", "named_losses", "not_finite", "recorded_modules", "recorded_parameters"]
 
 # BatchNorm and similar layers only write these buffers in training, and do not change them in evaluation.
 _WRITTEN_ONLY = ("running_mean", "running_var", "num_batches_tracked")
@@ -386,7 +386,7 @@ class FailureRecorder(AbstractCallback):
             stage in ("hooks", "step") and loop.world_size == 1 and not alternating
         )
         modules = recorded_modules(loop)
-        parameters = {f"{r}.{n}": p for r, part in modules.items() for n, p in part.named_parameters()}
+        parameters = recorded_parameters(loop)
         buffers = {f"{r}.{n}": b for r, part in modules.items() for n, b in part.named_buffers()}
         changed = [path for path, mark in self._seen.items() if path in buffers and self._moved(buffers[path], mark)]
         copies = {
@@ -439,6 +439,14 @@ def recorded_modules(loop: Any) -> dict[str, nn.Module]:
     """Return the modules whose weights and buffers are recorded, by the first part of their paths in the record."""
     parts = {"model": loop.model, "criterion": criterion_module(loop.criterion)}
     return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def recorded_parameters(loop: Any) -> dict[str, Tensor]:
+    """Return the parameters that are recorded, by path: those of the modules, and those that only the optimizer has."""
+    modules = recorded_modules(loop)
+    beside = parameters_beside(loop.model, loop.criterion, loop.optimizer)
+    own = {f"{root}.{name}": p for root, part in modules.items() for name, p in part.named_parameters()}
+    return {**own, **{f"optimizer.{name}": p for name, p in beside.items()}}
 
 
 def named_losses(loss: Any) -> dict[str, Tensor]:
