@@ -417,6 +417,25 @@ def test_a_loss_that_is_not_finite_is_found(tmp_path: Path, capsys: pytest.Captu
     assert replay.loss_difference == 0
 
 
+class RootOfDistance(nn.Module):
+    """Its loss is finite, but the gradient of its own parameter is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(out, y) + (self.scale - self.scale.detach()).square().sqrt()
+
+
+@pytest.mark.usefixtures("events_on_stdout")
+def test_a_gradient_of_the_criterion_that_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop = Kind(criterion=RootOfDistance).made()
+    loop.model.raises = False
+    loop.fit(num_iterations=1, callbacks=[FailureRecorder(tmp_path, check_every_n_steps=1)])
+    assert "the gradient of 'criterion.scale' is not finite in step 1" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("events_on_stdout")
 def test_weights_that_were_not_finite_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder, kind = FailureRecorder(tmp_path, check_every_n_steps=3), Kind(Root)

@@ -38,7 +38,7 @@ from trainloop.callbacks.watch.nan import describe_not_finite
 from trainloop.callbacks.weights.gradient import norms_of, which_are_finite
 from trainloop.checkpoint import CheckpointInfo
 from trainloop.errors import CheckpointError
-from trainloop.optim.parameters import criterion_module, parameters_beside
+from trainloop.optim.parameters import criterion_module, named_trained_parameters, parameters_beside
 from trainloop.parallel import TTDistributedDataParallel
 from trainloop.parallel.sharded.shards import bytes_of, is_sharded
 
@@ -257,7 +257,8 @@ class FailureRecorder(AbstractCallback):
         bad_loss = (checks_all or (on_cpu and (due or every is None))) and not _are_finite(self._losses)
         names: list[str] = []
         if checks_all and not run.place.scaler.is_enabled():
-            names = not_finite({name: run.gradients.so_far(p) for name, p in loop.model.named_parameters()})
+            trained = named_trained_parameters(loop.model, loop.criterion, loop.optimizer)
+            names = not_finite({name: run.gradients.so_far(p) for name, p in trained})
         if checks_all:
             self._num_checks += 1
             if self._num_checks > 1:  # the first check is slow, like any first call
@@ -270,7 +271,8 @@ class FailureRecorder(AbstractCallback):
     # -- a failure ---------------------------------------------------------------------------------------------------
 
     def _record_values(self, what: str) -> None:
-        weights = not_finite(dict(self.train_loop_obj.model.named_parameters()))
+        loop = self.train_loop_obj
+        weights = not_finite(dict(named_trained_parameters(loop.model, loop.criterion, loop.optimizer)))
         where = f"{what} in step {self._position['step']} (epoch {self._position['epoch'] + 1})"
         if weights:
             where += f"; parameters that were not finite before this step: {len(weights)} (such as {weights[0]!r})"
