@@ -205,6 +205,30 @@ def test_the_models_own_references_stay() -> None:
     assert model.layers[1].args == (model.norm,)
 
 
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda net: net.own,
+        lambda net: lambda x: net.own(x),
+        lambda net: functools.partial(Net.own, net),
+        lambda net: {"a": [net.own]},
+    ],
+)
+def test_criteria_that_call_the_model_call_the_replica(criterion: Callable[[Net], Any]) -> None:
+    class WithLoss(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: Any = None) -> Tensor:
+            criterion = criterion["a"][0] if isinstance(criterion, dict) else criterion
+            return (criterion or self.own)(batch_data).square().mean()
+
+    def state_with(criterion: Callable[[Net], Any]) -> list[Tensor]:
+        model = WithLoss()
+        TTDataParallel(model, devices=2).get_loss(torch.linspace(-1, 1, 24).reshape(8, 3), criterion(model)).backward()
+        assert model.calls == 1
+        return [*model.state_dict().values(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    assert all(map(torch.equal, state_with(criterion), state_with(lambda net: None)))
+
+
 def test_what_all_replicas_change_beside_their_layers_is_kept() -> None:
     class Changes(Net):
         def __init__(self) -> None:

@@ -30,7 +30,7 @@ def refer_to_copies(module: nn.Module, replica: nn.Module) -> None:
     replica : nn.Module
         Copy of it with the same parts in the same order. Only its attributes are changed.
     """
-    copies = dict(zip(map(id, module.modules()), replica.modules(), strict=True))
+    copies = copies_of(module, replica)
     made: dict[int, Any] = {}  # what has several names stays one object, also a variable of several functions
     for part in copies.values():
         found = {
@@ -39,6 +39,11 @@ def refer_to_copies(module: nn.Module, replica: nn.Module) -> None:
             if name not in _OF_ANY_MODULE and (isinstance(value, _REFERRING) or id(value) in copies)
         }
         part.__dict__.update(found)
+
+
+def copies_of(module: nn.Module, replica: nn.Module) -> dict[int, nn.Module]:
+    """Return the parts of a replica by the ids of the module's parts."""
+    return dict(zip(map(id, module.modules()), replica.modules(), strict=True))
 
 
 def with_copies(value: Any, copies: Mapping[int, nn.Module], made: dict[int, Any]) -> Any:
