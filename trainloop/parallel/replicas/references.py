@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainloop._support.nested import with_parts
 
 _MOST = 1000  # items; a container with more is data
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_ANY_MODULE = frozenset(vars(nn.Module())) - {*_HOOKS}
+_PLAIN = frozenset((bool, int, float, str, type(None), Tensor))  # for speed
 _REFERRING = (list, tuple, dict, partial, MethodType, FunctionType, CellType)
 
 
@@ -36,7 +38,7 @@ def refer_to_copies(module: nn.Module, replica: nn.Module) -> None:
         found = {
             name: with_copies(value, copies, made)
             for name, value in part.__dict__.items()
-            if name not in _OF_ANY_MODULE and (isinstance(value, _REFERRING) or id(value) in copies)
+            if type(value) not in _PLAIN and name not in _OF_ANY_MODULE and _may_refer(value, copies)
         }
         part.__dict__.update(found)
 
@@ -73,16 +75,24 @@ def with_copies(value: Any, copies: Mapping[int, nn.Module], made: dict[int, Any
 
 def refers_to(value: Any, modules: Container[int]) -> bool:
     """Return True if a value leads to one of the modules with these ids."""
-    found, seen = [value], set[int]()
+    found, seen, left = [value], set[int](), _MOST
     for one in found:  # it grows meanwhile
         if id(one) in modules:
             return True
-        if isinstance(one, _REFERRING) and id(one) not in seen:
+        if id(one) not in seen and isinstance(one, _REFERRING):
             seen.add(id(one))
             parts = _parts(one)
-            if len(found) + len(parts) <= _MOST:
-                found += parts
+            left -= len(parts)
+            if left >= 0:
+                found += [part for part in parts if type(part) not in _PLAIN and _may_refer(part, modules)]
     return False
+
+
+def _may_refer(value: Any, modules: Container[int]) -> bool:
+    kind = type(value)
+    if kind in (list, tuple, dict, OrderedDict):
+        return bool(value)
+    return id(value) in modules or isinstance(value, _REFERRING)
 
 
 def _parts(value: Any) -> list[Any]:
