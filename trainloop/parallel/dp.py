@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy as shallow_copy
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from trainloop.optim.losses import split_yielded
 from trainloop.optim.parameters import own_parameters
 from trainloop.parallel.replicas import scatter as parts
 from trainloop.parallel.replicas.attributes import RegisteredParts, SetAttributes, WatchedTensors, explain_replica
-from trainloop.parallel.replicas.references import refer_to_copies
+from trainloop.parallel.replicas.references import copies_of, refer_to_copies, with_copies
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, copy_attributes
 
 _T = TypeVar("_T")
@@ -178,7 +178,7 @@ class TTDataParallel(Transparent, DataParallel):
             if len(cut) == 1:
                 return _bound(self.module, method)(*inputs[0][0], **inputs[0][1])
             replicas = _replicas(self.module, devices, sizes)
-            inputs, criteria = _with_criteria(inputs, devices, sizes)
+            inputs, criteria = _with_criteria(inputs, devices, sizes, [(self.module, one) for one in replicas])
             replicated = [(self.module, replicas), *criteria]
             calls = [
                 partial(_bound(replica, method), *own_args, **own_kwargs)
@@ -414,12 +414,19 @@ def _copies(item: Any, number: int) -> list[Any]:
 
 
 def _with_criteria(
-    cut: list[Any], devices: list[torch.device], sizes: list[int]
+    cut: list[Any], devices: list[torch.device], sizes: list[int], models: list[tuple[nn.Module, nn.Module]]
 ) -> tuple[list[Any], list[tuple[Any, list[Any]]]]:
-    """Give each part replicas of the criteria, which may have state; return the criteria with their replicas, too."""
+    """Give each part replicas of the criteria, which may have state; return the criteria with their replicas, too.
+
+    A criterion that is a method of the model, or a function that calls the model, becomes one of the part's replica.
+    """
     copies: dict[int, tuple[Any, list[Any]]] = {}
 
     def replaced(item: Any, i: int) -> Any:
+        if isinstance(item, (FunctionType, MethodType, partial)):
+            own = with_copies(item, copies_of(*models[i]), {})
+            if own is not item:
+                return own
         if _may_have_state(item):
             if id(item) not in copies:
                 is_module = isinstance(item, nn.Module)

@@ -116,6 +116,9 @@ def digest(folds: Sequence[Fold]) -> str:
     return hashlib.sha256(b"|".join(rows)).hexdigest()
 
 
+_BLOCK_BYTES = 2**20  # data may fill the memory, or be on a disk only
+
+
 def described_data(*arrays: Any) -> str | None:
     """Return the number of rows and a checksum of arrays, tables or lists, to compare them with a stored search's.
 
@@ -131,11 +134,14 @@ def described_data(*arrays: Any) -> str | None:
             except (TypeError, ValueError):  # ragged lists, bfloat16
                 continue
             checksum.update(str(values.shape).encode())
-            if values.dtype.kind == "O":
-                text = "\0".join(map(str, values.reshape(-1).tolist()))
-                checksum.update(re.sub(r" at 0x[0-9a-fA-F]+", "", text).encode(errors="replace"))
-            else:
-                checksum.update(values.tobytes())
+            values = np.atleast_1d(values)
+            step = max(1, _BLOCK_BYTES // max(1, values[:1].nbytes))
+            for block in (values[begin : begin + step] for begin in range(0, len(values), step)):
+                if block.dtype.kind == "O":
+                    text = "\0".join(map(str, [*block.reshape(-1).tolist(), ""]))
+                    checksum.update(re.sub(r" at 0x[0-9a-fA-F]+", "", text).encode(errors="replace"))
+                else:
+                    checksum.update(block.tobytes())
     return f"{rows} rows, checksum {checksum.hexdigest()[:16]}"
 
 

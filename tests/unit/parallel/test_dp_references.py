@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,6 +41,19 @@ def in_turn(layers: Any) -> Callable[[Any, Tensor], Tensor]:
     return forward
 
 
+class Pair(NamedTuple):
+    first: nn.Module
+    second: nn.Module
+
+
+def unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def decorated(*args: Any) -> Any:
+        return function(*args)
+
+    return decorated
+
+
 class InAList(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -67,6 +81,62 @@ class InFunctions(Net):
     forward = in_turn(lambda self: self.layers[:3])
 
 
+class InDefaults(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [lambda x, layer=layer: layer(x) for layer in (self.first, self.norm, self.last)]
+
+    forward = in_turn(lambda self: self.layers)
+
+
+class InAFunctionThatCallsItself(Net):
+    def __init__(self) -> None:
+        super().__init__()
+
+        def after(x: Tensor, steps: int) -> Tensor:
+            return after(x, steps - 1) if steps else self.own(x)
+
+        self.run = functools.partial(after, steps=5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+class InTheVariableOfTwoFunctions(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        norm = self.last
+
+        def choose(layer: nn.Module) -> None:
+            nonlocal norm
+            norm = layer
+
+        self.choose, self.norm_of = choose, lambda x: norm(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.choose(self.norm)
+        return self.last(self.norm_of(self.first(x)))
+
+
+class InAListOfItself(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: list[Any] = [self.first, self.norm, self.last]
+        self.layers.append(self.layers)
+
+    forward = in_turn(lambda self: self.layers[3][3][3][3][:3])
+
+
+class InOtherContainers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair(self.first, self.norm)
+        self.found = defaultdict(list, last=[self.last])
+
+    forward = in_turn(lambda self: [self.pair.first, self.pair.second, *self.found["last"]])
+
+
 class InAMethod(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -74,6 +144,13 @@ class InAMethod(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(x)
+
+
+class InADecoratedMethod(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for _ in range(5):
+            self.own = unchanged(self.own)  # type: ignore[method-assign]
 
 
 class InAHook(Net):
@@ -111,7 +188,11 @@ def state_after(model: Any) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in state]
 
 
-@pytest.mark.parametrize("make", [InAList, InADict, InFunctions, InAMethod, InAHook, Hidden, patched, partially])
+MADE = [InAList, InADict, InFunctions, InAMethod, InAHook, Hidden, patched, partially, InDefaults, InADecoratedMethod]
+MADE += [InAFunctionThatCallsItself, InTheVariableOfTwoFunctions, InAListOfItself, InOtherContainers]
+
+
+@pytest.mark.parametrize("make", MADE)
 def test_each_way_to_refer_to_layers_gives_the_numbers_of_their_names(make: Callable[[], Any]) -> None:
     assert all(map(torch.equal, state_after(make()), state_after(Net())))
 
@@ -122,3 +203,71 @@ def test_the_models_own_references_stay() -> None:
     state_after(model)
     assert all(now is before for now, before in zip(model.layers, kept, strict=True))
     assert model.layers[1].args == (model.norm,)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda net: net.own,
+        lambda net: lambda x: net.own(x),
+        lambda net: functools.partial(Net.own, net),
+        lambda net: {"a": [net.own]},
+    ],
+)
+def test_criteria_that_call_the_model_call_the_replica(criterion: Callable[[Net], Any]) -> None:
+    class WithLoss(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: Any = None) -> Tensor:
+            criterion = criterion["a"][0] if isinstance(criterion, dict) else criterion
+            return (criterion or self.own)(batch_data).square().mean()
+
+    def state_with(criterion: Callable[[Net], Any]) -> list[Tensor]:
+        model = WithLoss()
+        TTDataParallel(model, devices=2).get_loss(torch.linspace(-1, 1, 24).reshape(8, 3), criterion(model)).backward()
+        assert model.calls == 1
+        return [*model.state_dict().values(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    assert all(map(torch.equal, state_with(criterion), state_with(lambda net: None)))
+
+
+def test_what_all_replicas_change_beside_their_layers_is_kept() -> None:
+    class Changes(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers: list[Any] = [self.first]
+            self.state: dict[str, Any] = {"norm": self.norm, "calls": 0}
+            self.found: dict[str, Any] = {"last": self.last}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.state["calls"] += 1
+            x = self.state["norm"](self.layers[0](x))
+            self.layers.append(x.detach())
+            self.found["input"] = x
+            return self.found["last"](x)
+
+    model = Changes()
+    with pytest.warns(UserWarning, match=r"__call__ changes found, .* so the change is lost"):
+        state_after(model)
+    assert model.layers[0] is model.first
+    assert torch.cat(model.layers[1:]).shape == (8, 4)
+    assert model.state == {"norm": model.norm, "calls": 1}
+    assert model.found == {"last": model.last}
+
+
+def test_functions_of_replicas_keep_what_describes_them() -> None:
+    class Described(Net):
+        def __init__(self) -> None:
+            super().__init__()
+
+            def layers(x: Tensor, *, last: bool = True) -> Tensor:
+                """Return the output."""
+                return self.own(x)
+
+            self.run = functools.update_wrapper(functools.partial(unchanged(layers)), layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert [*inspect.signature(self.run).parameters] == ["x", "last"]
+            assert inspect.get_annotations(self.run.func, eval_str=True)["last"] is bool
+            assert self.run.func.__doc__ == self.run.__doc__ == "Return the output."
+            return self.run(x)
+
+    state_after(Described())

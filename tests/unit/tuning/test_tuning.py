@@ -11,6 +11,7 @@ import pkgutil
 import tempfile
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -1000,6 +1001,16 @@ def test_other_data_is_another_search(pretended: Pretended, tmp_path: Path) -> N
     texts = pd.DataFrame({"a": ["x", None, "y"], "b": pd.Categorical(["u", "v", "u"])})
     assert described_data(texts) == described_data(texts.copy()) != described_data(texts[::-1])
     assert described_data([[1], [1, 2]]) == described_data([[1], [1, 2]])
+    large = np.zeros((500_000, 2))
+    tracemalloc.start()
+    try:
+        assert described_data(large) != described_data(large + (np.arange(500_000) == 499_999)[:, None])
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        described_data(large)
+        assert tracemalloc.get_traced_memory()[1] - before < large.nbytes / 4  # data may fill the memory
+    finally:
+        tracemalloc.stop()
 
 
 def test_out_of_fold_classes_are_not_cut_to_the_length_of_the_first_fold(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import operator
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainloop._support.nested import map_parts, parts_of
 from trainloop.errors import ConfigurationError
+from trainloop.parallel.replicas.references import refers_to, with_copies
 from trainloop.parallel.sharded.shards import bit_sums, dense_parts
 
 
@@ -174,8 +177,9 @@ class SetAttributes:
     computes from its part of the batch is lost.
 
     A replica is a shallow copy, but gets its own copy of a dict or list of numbers, also of a nested one: if all
-    replicas changed one, it would count each step several times. Other objects are shared; ``shared_changes`` names
-    those that are changed in place.
+    replicas changed one, it would count each step several times. A dict or list that refers to parts of the module
+    refers to those of the replica in its copy. Other objects are shared; ``shared_changes`` names those that are
+    changed in place.
     """
 
     def __init__(self, module: Any, replicas: list[Any]) -> None:
@@ -183,7 +187,8 @@ class SetAttributes:
         self._replicas = [_modules_of(replica) for replica in replicas]
         self._shared: list[tuple[str, Any, Any]] = []  # name, object, its content
         self._before = {path: dict(getattr(part, "__dict__", {})) for path, part in self._replicas[0].items()}
-        self._containers: list[tuple[str, str, Any, Any, list[Any]]] = []  # path, name, object, its items, copies
+        # Path, name, object, its items, copies, and what differs in each copy: items of the object and of the copy.
+        self._containers: list[tuple[str, str, Any, Any, list[Any], list[list[tuple[Any, Any]]]]] = []
         copied: list[dict[int, Any]] = [{} for _ in replicas]  # one container may have several names
         for path, part in self._modules.items():
             own = getattr(part, "__dict__", {})
@@ -194,10 +199,26 @@ class SetAttributes:
                         if held.get(name) is value:
                             held[name] = copy.deepcopy(value, memo)
                     copies = [held.get(name) for held in holders]
-                    self._containers.append((path, name, value, copy.deepcopy(value), copies))
+                    self._containers.append((path, name, value, copy.deepcopy(value), copies, [[] for _ in copies]))
                     self._before[path].pop(name, None)
+                elif self._refers_to_copies(path, name, value):
+                    copies = [parts[path].__dict__.get(name) for parts in self._replicas]
+                    pairs = [
+                        [(own, parts[at]) for at, own in self._modules.items() if at in parts]
+                        for parts in self._replicas
+                    ]
+                    for of_one, its in zip(pairs, copies, strict=True):
+                        of_one += _pairs(value, its)
+                    self._containers.append((path, name, value, _copied(value), copies, pairs))
                 elif (content := _content_of(value)) is not None:
                     self._shared.append((f"{path}.{name}" if path else name, value, content))
+
+    def _refers_to_copies(self, path: str, name: str, value: Any) -> bool:
+        """Return True if the replicas have a dict or list of their own because it refers to their parts."""
+        if not isinstance(value, (dict, list)) or path not in self._replicas[0]:
+            return False
+        is_own = self._replicas[0][path].__dict__.get(name) is not value
+        return is_own and refers_to(value, set(map(id, self._modules.values())))
 
     def keep(self) -> list[str]:
         """Set the module's attributes; return the names of those that had such a value, or None, and are lost."""
@@ -226,15 +247,34 @@ class SetAttributes:
     def _keep_containers(self) -> list[str]:
         """Write the numbers of the replicas' dicts and lists into those of the module."""
         lost, done = [], set[int]()
-        for path, name, value, before, copies in self._containers:
+        for path, name, value, before, copies, pairs in self._containers:
             own = [parts[path].__dict__.get(name) for parts in self._replicas]
+            into = [{id(item): its for item, its in of_one} for of_one in pairs]
+            named = [
+                with_copies(one, {id(its): item for item, its in of_one}, {})
+                for one, of_one in zip(own, pairs, strict=True)
+            ]
             # A new object is not among the copies.
-            if not _keep_items(value, before, own, done) and all(map(operator.is_, own, copies)):
+            if not _keep_items(value, before, named, done) and all(map(operator.is_, own, copies)):
                 lost.append(f"{path}.{name}" if path else name)
-            for one in copies:  # a generator continues with them
-                if type(one) is type(value):
-                    _set_items(one, copy.deepcopy(value))
+            for one, its_value, items in zip(copies, named, into, strict=True):
+                if type(one) is type(value) and not _equal(its_value, value):  # a generator continues with them
+                    _set_items(one, with_copies(_copied(value), items, {}))
         return lost
+
+
+def _pairs(value: Any, other: Any, depth: int = 3) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of a container with those of a copy that differ, also of the containers in it."""
+    if depth and isinstance(value, (dict, list)) and type(value) is type(other):
+        for item, its in zip(parts_of(value) or (), parts_of(other) or (), strict=False):
+            yield from _pairs(item, its, depth - 1)
+    elif value is not other:
+        yield value, other
+
+
+def _copied(value: Any, depth: int = 3) -> Any:
+    """Return a copy of a container and the containers in it, with the same items."""
+    return map_parts(partial(_copied, depth=depth - 1), value) if depth and isinstance(value, (dict, list)) else value
 
 
 _MISSING = object()  # an attribute that did not exist before; new ones are usually caches
@@ -272,6 +312,8 @@ def _keep_items(value: Any, before: Any, own: list[Any], done: set[int]) -> bool
 def _equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
+    except RecursionError:  # lists that contain themselves
+        return True
     except (RuntimeError, ValueError):  # tensors or arrays of several numbers
         return False
 

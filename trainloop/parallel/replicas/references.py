@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-_DEEPEST, _LONGEST = 3, 1000  # a deeper or longer container is data
+from trainloop._support.nested import with_parts
+
+_MOST = 1000  # items; a container with more is data
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_ANY_MODULE = frozenset(vars(nn.Module())) - {*_HOOKS}
+_PLAIN = frozenset((bool, int, float, str, type(None), Tensor))  # for speed
+_REFERRING = (list, tuple, dict, partial, MethodType, FunctionType, CellType)
 
 
 def refer_to_copies(module: nn.Module, replica: nn.Module) -> None:
@@ -28,72 +32,104 @@ def refer_to_copies(module: nn.Module, replica: nn.Module) -> None:
     replica : nn.Module
         Copy of it with the same parts in the same order. Only its attributes are changed.
     """
-    copies = dict(zip(map(id, module.modules()), replica.modules(), strict=True))
+    copies = copies_of(module, replica)
+    made: dict[int, Any] = {}  # what has several names stays one object, also a variable of several functions
     for part in copies.values():
         found = {
-            name: _referring(value, copies, _DEEPEST)
+            name: with_copies(value, copies, made)
             for name, value in part.__dict__.items()
-            if (type(value) in _REFERRING or id(value) in copies) and value and name not in _OF_ANY_MODULE
+            if type(value) not in _PLAIN and name not in _OF_ANY_MODULE and _may_refer(value, copies)
         }
         part.__dict__.update(found)
 
 
-def _referring(value: Any, copies: Mapping[int, nn.Module], depth: int) -> Any:
-    """Return a value that refers to the copies; the same object if it refers to none of these modules."""
+def copies_of(module: nn.Module, replica: nn.Module) -> dict[int, nn.Module]:
+    """Return the parts of a replica by the ids of the module's parts."""
+    return dict(zip(map(id, module.modules()), replica.modules(), strict=True))
+
+
+def with_copies(value: Any, copies: Mapping[int, nn.Module], made: dict[int, Any]) -> Any:
+    """Return a value that refers to the copies; the same object if it refers to none of these modules.
+
+    ``made`` has the results by the ids of values; the call adds its own.
+    """
     if id(value) in copies:
         return copies[id(value)]
+    if id(value) in made:
+        return made[id(value)]
+    if not refers_to(value, copies):
+        return value
+    if type(value) in (list, dict, CellType):
+        new = made[id(value)] = type(value)()  # before its content, which may contain it
+        if isinstance(value, CellType):
+            new.cell_contents = with_copies(value.cell_contents, copies, made)
+        elif isinstance(value, dict):
+            new.update((key, with_copies(part, copies, made)) for key, part in value.items())
+        else:
+            new.extend(with_copies(part, copies, made) for part in value)
+        return new
+    parts = [with_copies(part, copies, made) for part in _parts(value)]
+    made[id(value)] = new = _with_parts(value, parts)
+    return new
+
+
+def refers_to(value: Any, modules: Container[int]) -> bool:
+    """Return True if a value leads to one of the modules with these ids."""
+    found, seen, left = [value], set[int](), _MOST
+    for one in found:  # it grows meanwhile
+        if id(one) in modules:
+            return True
+        if id(one) not in seen and isinstance(one, _REFERRING):
+            seen.add(id(one))
+            parts = _parts(one)
+            left -= len(parts)
+            if left >= 0:
+                found += [part for part in parts if type(part) not in _PLAIN and _may_refer(part, modules)]
+    return False
+
+
+def _may_refer(value: Any, modules: Container[int]) -> bool:
     kind = type(value)
-    if kind is MethodType:
-        owner = copies.get(id(value.__self__))
-        return value if owner is None else MethodType(value.__func__, owner)
-    if kind not in _REBUILT or not depth:
-        return value
-    parts = _REBUILT[kind][0](value)
-    if not 0 < len(parts) <= _LONGEST:
-        return value
-    now = [_referring(part, copies, depth - 1) for part in parts]
-    if all(new is old for new, old in zip(now, parts, strict=True)):
-        return value
-    return _REBUILT[kind][1](value, now)
+    if kind in (list, tuple, dict, OrderedDict):
+        return bool(value)
+    return id(value) in modules or isinstance(value, _REFERRING)
 
 
-def _cells(function: FunctionType) -> list[Any]:
-    return [_content(cell) for cell in function.__closure__ or ()]
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, FunctionType):
+        return [*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, CellType):
+        try:
+            return [value.cell_contents]
+        except ValueError:  # the variable has no value yet
+            return []
+    # The builtin classes' own methods: those of subclasses may compute.
+    return list(dict.values(value)) if isinstance(value, dict) else list(_iterator(value))
 
 
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable has no value yet
-        return cell
+def _iterator(value: Any) -> Iterator[Any]:
+    return list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
 
 
-def _with_cells(function: FunctionType, contents: list[Any]) -> FunctionType:
-    cells = tuple(
-        cell if content is _content(cell) else CellType(content)
-        for cell, content in zip(function.__closure__ or (), contents, strict=True)
-    )
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
-    made.__dict__.update(function.__dict__)
+def _with_parts(value: Any, parts: list[Any]) -> Any:
+    if isinstance(value, MethodType):
+        return MethodType(*parts)
+    if isinstance(value, partial):
+        end = 1 + len(value.args)
+        bound = partial(parts[0], *parts[1:end], **dict(zip(value.keywords, parts[end:], strict=True)))
+        bound.__dict__.update(value.__dict__)
+        return bound
+    if not isinstance(value, FunctionType):
+        return with_parts(value, parts)
+    cells, defaults = len(value.__closure__ or ()), len(value.__defaults__ or ())
+    closure, rest = tuple(parts[:cells]), parts[cells:]
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, tuple(rest[:defaults]) or None, closure)
+    made.__kwdefaults__ = dict(zip(value.__kwdefaults__ or (), rest[defaults:], strict=True)) or None
+    made.__qualname__, made.__doc__, made.__module__ = value.__qualname__, value.__doc__, value.__module__
+    made.__annotations__ = value.__annotations__
+    made.__dict__.update(value.__dict__)
     return made
-
-
-def _with_values(kind: type) -> Callable[[Any, list[Any]], Any]:
-    return lambda value, now: kind(zip(value, now, strict=True))
-
-
-_REBUILT: dict[type, tuple[Callable[[Any], list[Any]], Callable[[Any, list[Any]], Any]]] = {
-    list: (list, lambda _, now: now),
-    tuple: (list, lambda _, now: tuple(now)),
-    dict: (lambda value: list(value.values()), _with_values(dict)),
-    OrderedDict: (lambda value: list(value.values()), _with_values(OrderedDict)),
-    partial: (
-        lambda value: [value.func, *value.args, *value.keywords.values()],
-        lambda value, now: partial(
-            now[0], *now[1 : 1 + len(value.args)], **dict(zip(value.keywords, now[1 + len(value.args) :], strict=True))
-        ),
-    ),
-    FunctionType: (_cells, _with_cells),
-}
-_REFERRING = frozenset((MethodType, *_REBUILT))
