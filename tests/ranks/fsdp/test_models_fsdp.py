@@ -397,6 +397,18 @@ class Cloned(Tower):
         return super().get_loss(batch_data, criterion, device)
 
 
+class ClonedInBackward(Tower):
+    """Copies a block in backward, as a library that computes the gradients of each sample."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        def copies(_: Tensor) -> None:
+            copy.deepcopy(self.blocks[0])
+
+        loss = super().get_loss(batch_data, criterion, device)
+        loss.register_hook(copies)
+        return loss
+
+
 LOST = r"bias is changed during the forward pass.*on_after_optimizer_step"
 CONSTANT = r"get_loss returned a loss that does not depend on the model's parameters.*output.sum\(\) \* 0"
 OUTSIDE = r"used outside of the forward of its block.*weight_decay.*'shard'"
@@ -404,7 +416,7 @@ REFUSED = {Momentum: LOST, ByData: LOST, Anew: LOST, Clamps: LOST, Penalized: OU
 REFUSED[Solved] = r"Adjoint, an autograd.Function, is called with blocks.2.up.weight, .* Shard the model as one unit"
 REFUSED[Balanced] = REFUSED[BackwardByInputs] = r"a gradient is requested for blocks.0.up.weight, of which .* a shard"
 REFUSED[Skipping] = CONSTANT
-REFUSED[Cloned] = r"deepcopy\(module\) can't copy a module that is sharded. .* before fit"
+REFUSED[Cloned] = REFUSED[ClonedInBackward] = r"deepcopy\(module\) can't copy a module that is sharded. .* before fit"
 REFUSED[PartOfABlock] = r"mul_ would change a copy of a part of a sharded tensor"
 REFUSED[HooksOnShards] = r"p.register_hook\(...\) on a parameter that is sharded: FSDP would ignore it"
 REFUSED[Sharp] = REFUSED[MovesShards] = r"p.data = ... on a parameter that is sharded: FSDP would ignore it"
