@@ -360,6 +360,33 @@ class Solved(Tower):
         return self.head(hidden) * self.temperature
 
 
+class Reversible(torch.autograd.Function):
+    """Computes 2 x and frees x, whose values backward writes again into the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x, ctx.y = x, (2 * x.detach()).detach()
+        x.untyped_storage().resize_(0)
+        y: Tensor = ctx.y
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        ctx.x.set_(ctx.y / 2)
+        return 2 * grad_outputs[0]
+
+
+class ReversibleBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Reversible.apply(x))
+
+
+class FreesInputs(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.blocks[0], ReversibleBlock(5), ReversibleBlock(5)])
+
+
 class Balanced(Tower):
     """Logs the norm of the loss's gradient by one block, as GradNorm does to weigh its tasks."""
 
@@ -417,6 +444,7 @@ REFUSED[Solved] = r"Adjoint, an autograd.Function, is called with blocks.2.up.we
 REFUSED[Balanced] = REFUSED[BackwardByInputs] = r"a gradient is requested for blocks.0.up.weight, of which .* a shard"
 REFUSED[Skipping] = CONSTANT
 REFUSED[Cloned] = REFUSED[ClonedInBackward] = r"deepcopy\(module\) can't copy a module that is sharded. .* before fit"
+REFUSED[FreesInputs] = r"blocks.1 frees the memory of its input.*'shard'"
 REFUSED[PartOfABlock] = r"mul_ would change a copy of a part of a sharded tensor"
 REFUSED[HooksOnShards] = r"p.register_hook\(...\) on a parameter that is sharded: FSDP would ignore it"
 REFUSED[Sharp] = REFUSED[MovesShards] = r"p.data = ... on a parameter that is sharded: FSDP would ignore it"
