@@ -27,6 +27,7 @@ from trainloop.parallel.containers import with_dicts_of, with_multi_losses, with
 from trainloop.parallel.sharded.misuse import (
     WatchedForwards,
     explain_sharded,
+    refuse_freed_input,
     refuse_gradients_of_shards,
     refuse_other_parameters,
     refuse_shards_in_functions,
@@ -257,6 +258,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         whole = {p for p in own_parameters(module) if stays_whole(p)}
         self._tt_hooks = [unit.register_forward_pre_hook(_Flags(unit).follow, prepend=True) for _, unit in units[:-1]]
         self._tt_hooks += [refuse_other_parameters(name, unit) for name, unit in units[:-1]]  # runs before the others
+        self._tt_hooks += [refuse_freed_input(name, unit) for name, unit in units[:-1]]
         self._tt_until_begun = [
             unit.register_forward_pre_hook(self._prepare_units, prepend=True) for _, unit in units[:-1]
         ]

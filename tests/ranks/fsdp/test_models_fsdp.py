@@ -360,6 +360,33 @@ class Solved(Tower):
         return self.head(hidden) * self.temperature
 
 
+class Reversible(torch.autograd.Function):
+    """Computes 2 x and frees x, whose values backward writes again into the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x, ctx.y = x, (2 * x.detach()).detach()
+        x.untyped_storage().resize_(0)
+        y: Tensor = ctx.y
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        ctx.x.set_(ctx.y / 2)
+        return 2 * grad_outputs[0]
+
+
+class ReversibleBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Reversible.apply(x))
+
+
+class FreesInputs(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.blocks[0], ReversibleBlock(5), ReversibleBlock(5)])
+
+
 class Balanced(Tower):
     """Logs the norm of the loss's gradient by one block, as GradNorm does to weigh its tasks."""
 
@@ -397,6 +424,18 @@ class Cloned(Tower):
         return super().get_loss(batch_data, criterion, device)
 
 
+class ClonedInBackward(Tower):
+    """Copies a block in backward, as a library that computes the gradients of each sample."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
+        def copies(_: Tensor) -> None:
+            copy.deepcopy(self.blocks[0])
+
+        loss = super().get_loss(batch_data, criterion, device)
+        loss.register_hook(copies)
+        return loss
+
+
 LOST = r"bias is changed during the forward pass.*on_after_optimizer_step"
 CONSTANT = r"get_loss returned a loss that does not depend on the model's parameters.*output.sum\(\) \* 0"
 OUTSIDE = r"used outside of the forward of its block.*weight_decay.*'shard'"
@@ -404,7 +443,8 @@ REFUSED = {Momentum: LOST, ByData: LOST, Anew: LOST, Clamps: LOST, Penalized: OU
 REFUSED[Solved] = r"Adjoint, an autograd.Function, is called with blocks.2.up.weight, .* Shard the model as one unit"
 REFUSED[Balanced] = REFUSED[BackwardByInputs] = r"a gradient is requested for blocks.0.up.weight, of which .* a shard"
 REFUSED[Skipping] = CONSTANT
-REFUSED[Cloned] = r"deepcopy\(module\) can't copy a module that is sharded. .* before fit"
+REFUSED[Cloned] = REFUSED[ClonedInBackward] = r"deepcopy\(module\) can't copy a module that is sharded. .* before fit"
+REFUSED[FreesInputs] = r"blocks.1 frees the memory of its input.*'shard'"
 REFUSED[PartOfABlock] = r"mul_ would change a copy of a part of a sharded tensor"
 REFUSED[HooksOnShards] = r"p.register_hook\(...\) on a parameter that is sharded: FSDP would ignore it"
 REFUSED[Sharp] = REFUSED[MovesShards] = r"p.data = ... on a parameter that is sharded: FSDP would ignore it"

@@ -427,12 +427,15 @@ class Changes(AbstractCallback):
         self.best: dict[str, float] = {}
         self._probe = nn.Linear(2, 1)
         self.rates = itertools.cycle([0.1, 0.2])
+        self.sizes = iter([8] * 99)
         self.schedule = optim.lr_scheduler.StepLR(optim.SGD(self._probe.parameters(), 0.1), 3)
 
     def on_batch_end(self) -> None:
         global calls
         if self.kind == "changes.best":
             self.best["loss"] = self.best.get("loss", 0.0) + 1.0
+        if self.kind == "changes.sizes":
+            next(self.sizes)
         if self.kind == "changes._probe.weight":
             with torch.no_grad():
                 self._probe.weight += 1.0
@@ -495,6 +498,7 @@ PLACES = [
     *(
         "changes.best",
         "changes.rates",
+        "changes.sizes",
         "changes._probe.weight",
         "changes.schedule.last_epoch",
         "optimizer.norm",
@@ -721,7 +725,7 @@ def test_a_finished_run_names_what_it_lacks(tmp_path: Path) -> None:
     fit = with_state_in("changes.best")
     for _ in range(2):
         found = warnings_of(lambda: fit(callbacks=[Changes("changes.best"), saved(tmp_path)], resume_from="last"))
-    assert [one[:59] for one in found] == ["the checkpoint does not contain changes.best, changes.rates"]
+    assert [one[:66] for one in found] == ["the checkpoint does not contain changes.best, changes.rates, which"]
 
 
 class Meter(AbstractCallback):

@@ -84,17 +84,20 @@ def test_a_library_in_a_folder_of_its_own_is_no_module_of_the_user(
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.import_module("some_library_of_tests")
     importlib.import_module("module_beside_a_library")
+    layer = "some_library_of_tests.part_Layer_propagate"  # as torch_geometric names what it generates for a layer
+    monkeypatch.setitem(sys.modules, layer, types.ModuleType(layer))
+    generated(tmp_path / "generated", "def propagate(x):\n    return x\n", layer)
     users = users_modules()
     assert "module_beside_a_library" in users
-    assert not {"some_library_of_tests", "some_library_of_tests.part"} & users.keys()
+    assert not {"some_library_of_tests", "some_library_of_tests.part", layer} & users.keys()
 
 
-def generated(folder: Path, code: str) -> types.ModuleType:
+def generated(folder: Path, code: str, name: str = "generated_for_a_layer") -> types.ModuleType:
     """As libraries generate modules: in each process, in a folder of its own."""
     folder.mkdir()
-    file = folder / "generated_for_a_layer.py"
+    file = folder / f"{name}.py"
     file.write_text(code)
-    spec = importlib.util.spec_from_file_location("generated_for_a_layer", file)
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -30,7 +30,14 @@ def is_users(name: str) -> bool:
     module = sys.modules.get(name)
     # A rank has a class that a function defines by value, without its module.
     file = _origin_of(name.partition(".")[0]) if module is None else getattr(module, "__file__", None)
-    return type(file) is str and not in_library(file)
+    return type(file) is str and not in_library(file) and not _library_generates(name, file)
+
+
+def _library_generates(name: str, file: str) -> bool:
+    """Return True if a module is part of a library's package, but its file is not in the package's folders."""
+    package = sys.modules.get(name.rpartition(".")[0])
+    origin = getattr(package, "__file__", None)
+    return type(origin) is str and in_library(origin) and os.path.dirname(file) not in getattr(package, "__path__", ())
 
 
 @functools.cache

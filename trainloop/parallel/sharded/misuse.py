@@ -222,6 +222,38 @@ def refuse_other_parameters(name: str, unit: nn.Module) -> Any:
     return unit.register_forward_pre_hook(check, prepend=True)
 
 
+def refuse_freed_input(name: str, unit: nn.Module) -> Any:
+    """Raise an error in the first training forward of a sharded unit that frees the memory of its input.
+
+    A reversible layer does so, and writes the input again into its tensor in backward. FSDP gives a unit other tensor
+    objects, so the layer that has returned the input would read memory without values.
+    Return the handle of the unit's hook, which removes itself.
+    """
+
+    def check(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        handle.remove()
+        inputs = [t for t in tensors_of((args, kwargs)) if type(t) is Tensor and t.requires_grad and t.numel()]
+        if any(map(_is_freed, inputs)):
+            raise ConfigurationError(
+                f"gpu_mode='fsdp': {name} frees the memory of its input and recomputes it in backward. The layer "
+                "before it would not get these values, because FSDP gives blocks other tensor objects. Let it keep its "
+                "input (memcnn: keep_input=True), choose larger blocks with fsdp_model_args={'shard': ...}, or use "
+                "gpu_mode='ddp'."
+            )
+
+    handle = unit.register_forward_hook(check, with_kwargs=True)
+    return handle
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    try:
+        return tensor.untyped_storage().nbytes() == 0
+    except RuntimeError:  # it has no storage, as in torch.func.vmap
+        return False
+
+
 @contextmanager
 def refuse_gradients_of_shards(names: Mapping[int, str]) -> Iterator[None]:
     """Raise an error if a gradient of a sharded parameter is requested in the block, as by ``torch.autograd.grad``.

@@ -166,7 +166,7 @@ def refuse_constant(loss: Any) -> None:
         )
 
 
-def explain_backward(loss: Any, error: RuntimeError) -> None:
+def explain_backward(loss: Any, error: Exception) -> None:
     """Called after an error of backward: raise an error about ``get_loss`` if its loss can't be differentiated."""
     _check_scalar(loss)
     explain_sharded(error)
@@ -177,7 +177,7 @@ def explain_backward(loss: Any, error: RuntimeError) -> None:
         )
 
 
-def explain_freed_graph(error: RuntimeError) -> None:
+def explain_freed_graph(error: Exception) -> None:
     """Called after an error of backward: raise an error about ``get_loss`` if its graph contains an earlier batch's."""
     if "a second time" in str(error):
         raise ConfigurationError(

@@ -393,7 +393,8 @@ def _shown(value: Any, left: list[int], depth: int = 2) -> Any:
         state = generator.get_state()
         return repr(state.tolist() if isinstance(state, Tensor) else state)
     if _is_iterator(value):
-        return os.urandom(8)  # nothing shows its position
+        left_over = getattr(value, "__length_hint__", None)  # an iterator of a list, for example
+        return left_over() if left_over is not None else os.urandom(8)  # nothing else shows its position
     if not depth or not isinstance(value, (list, tuple, deque, dict, set, frozenset)):
         return None
     items = list(islice(value, left[0]))

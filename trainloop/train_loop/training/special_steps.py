@@ -169,7 +169,7 @@ class AlternatingTraining(Training):
         self.stage = "backward"
         try:
             self._differentiate(indices, scaled)
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:  # FSDP has assertions
             explain_backward(read.loss, error)
             if "a second time" in str(error) or "modified by an inplace operation" in str(error):
                 raise ConfigurationError(

@@ -736,7 +736,7 @@ class Training(Run):
                     self.stage = "backward"
                     try:
                         gradients.backward(scaled)
-                    except RuntimeError as error:
+                    except (RuntimeError, AssertionError) as error:  # FSDP has assertions
                         explain_backward(read.loss, error)
                         explain_freed_graph(error)
                         raise
