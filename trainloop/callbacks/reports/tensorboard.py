@@ -415,7 +415,8 @@ class TensorBoard(Tracker):
         else:  # older checkpoints lack the entry
             own = state.get("folder_of_run", "")
             self.log_dir = os.path.join(self._given, own) if own else self._given
-        if claimed not in (None, self.log_dir, self._given):
+        loop = self.train_loop_obj
+        if claimed not in (None, self.log_dir, self._given) and loop is not None and loop.is_global_zero:
             with suppress(OSError):
                 os.rmdir(claimed)  # only if it is empty: created for a run that resumes another one
         self._once_written = state["once_written"] and self.log_dir == state["log_dir"]
