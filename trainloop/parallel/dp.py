@@ -466,7 +466,7 @@ def _replicas(module: nn.Module, devices: list[torch.device], sizes: list[int]) 
             part.__dict__.pop("_compiled_call_impl", None)
         if not scripted:
             copy_attributes(module, replica)
-            refer_to_copies(module, replica)
+        refer_to_copies(module, replica)
     return replicas
 
 

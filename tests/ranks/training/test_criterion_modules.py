@@ -237,6 +237,40 @@ def test_a_parameter_that_only_the_optimizer_has_is_in_checkpoints(mode: str, tm
         assert all(map(torch.equal, trained(2, half), whole))
 
 
+class ReplacesTheNet(AbstractCallback):
+    """Replaces the network after the first epoch, and again when a run resumes later; the optimizer keeps both."""
+
+    def replace(self) -> None:
+        loop = self.train_loop_obj
+        torch.manual_seed(1)
+        loop.model.net = nn.Linear(3, 3, dtype=D)
+        loop.optimizer.add_param_group({"params": list(loop.model.net.parameters())})
+
+    def on_train_begin(self) -> None:
+        if self.train_loop_obj.resumed:
+            self.replace()
+
+    def on_epoch_begin(self) -> None:
+        if self.train_loop_obj.epoch == 1:
+            self.replace()
+
+
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize("mode", ["fsdp", "single"])
+def test_parameters_of_a_replaced_module_are_resumed(mode: str, tmp_path: Path) -> None:
+    def trained(resume_from: Any = None) -> list[Tensor]:
+        model = Net()
+        given = {"fsdp_model_args": {"shard": [nn.Linear]}} if mode == "fsdp" else {}
+        callbacks = [ModelCheckpoint(tmp_path, every_n_steps=1, keep=None), ReplacesTheNet()]
+        loop = loop_of(model, nn.MSELoss(), optim.Adam(model.parameters(), lr=0.01), mode)
+        loop.fit(3, callbacks=callbacks, resume_from=resume_from, **given)
+        return [p.detach().clone() for p in model.parameters()]
+
+    whole = trained()
+    (late,) = [c.path for c in checkpoints(tmp_path) if c.info is not None and c.info.step == 10]
+    assert all(map(torch.equal, trained(late), whole))
+
+
 def test_a_parameter_that_another_runs_optimizer_does_not_have_is_named(tmp_path: Path) -> None:
     model = UnknownOfMean()
     sgd = optim.SGD([*model.parameters(), *model.beside], lr=0.01)

@@ -229,6 +229,24 @@ def test_criteria_that_call_the_model_call_the_replica(criterion: Callable[[Net]
     assert all(map(torch.equal, state_with(criterion), state_with(lambda net: None)))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+def test_a_model_with_a_torchscript_module_refers_to_its_replicas_other_layers() -> None:
+    class WithScript(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.jit.script(nn.Sequential(self.first))
+            self.layers = [self.norm, self.last]
+
+        def get_loss(self, batch_data: Any, criterion: Any, device: Any = None) -> Tensor:
+            norm, last = self.layers
+            return criterion(last(norm(self.first(batch_data))), batch_data[:, :1])
+
+    model = WithScript()
+    batch = torch.linspace(-1, 1, 24).reshape(8, 3)
+    TTDataParallel(model, devices=2).get_loss(batch, nn.functional.mse_loss).backward()
+    assert model.norm.num_batches_tracked == 1
+
+
 def test_what_all_replicas_change_beside_their_layers_is_kept() -> None:
     class Changes(Net):
         def __init__(self) -> None:

@@ -444,11 +444,14 @@ def recorded_modules(loop: Any) -> dict[str, nn.Module]:
 
 
 def recorded_parameters(loop: Any) -> dict[str, Tensor]:
-    """Return the parameters that are recorded, by path: those of the modules, and those that only the optimizer has."""
+    """Return the parameters that are recorded, by path: those of the modules, and those that only the optimizer has.
+
+    Not shards of a module that a callback has replaced, which the optimizer still has.
+    """
     modules = recorded_modules(loop)
     beside = parameters_beside(loop.model, loop.criterion, loop.optimizer)
     own = {f"{root}.{name}": p for root, part in modules.items() for name, p in part.named_parameters()}
-    return {**own, **{f"optimizer.{name}": p for name, p in beside.items()}}
+    return {**own, **{f"optimizer.{name}": p for name, p in beside.items() if not is_sharded(p)}}
 
 
 def named_losses(loss: Any) -> dict[str, Tensor]:

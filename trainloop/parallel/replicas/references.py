@@ -8,6 +8,7 @@ from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainloop._support.nested import with_parts
@@ -30,11 +31,13 @@ def refer_to_copies(module: nn.Module, replica: nn.Module) -> None:
     ----------
     module : nn.Module
     replica : nn.Module
-        Copy of it with the same parts in the same order. Only its attributes are changed.
+        Copy of it with the same names of parts. Only its attributes are changed, but not those of TorchScript modules.
     """
     copies = copies_of(module, replica)
     made: dict[int, Any] = {}  # what has several names stays one object, also a variable of several functions
     for part in copies.values():
+        if isinstance(part, torch.jit.ScriptModule):
+            continue
         found = {
             name: with_copies(value, copies, made)
             for name, value in part.__dict__.items()
@@ -44,8 +47,9 @@ def refer_to_copies(module: nn.Module, replica: nn.Module) -> None:
 
 
 def copies_of(module: nn.Module, replica: nn.Module) -> dict[int, nn.Module]:
-    """Return the parts of a replica by the ids of the module's parts."""
-    return dict(zip(map(id, module.modules()), replica.modules(), strict=True))
+    """Return the parts of a replica by the ids of the module's parts; those within TorchScript modules are missing."""
+    own = dict(replica.named_modules())
+    return {id(part): own[path] for path, part in module.named_modules() if path in own}
 
 
 def with_copies(value: Any, copies: Mapping[int, nn.Module], made: dict[int, Any]) -> Any:

@@ -34,7 +34,7 @@ from trainloop.errors import CheckpointError
 from trainloop.optim.optimizers import all_optimizers, inner_optimizers, optimizers_of, parameters_of
 from trainloop.optim.parameters import criterion_module, parameters_beside, trained_modules
 from trainloop.optim.states import load_optimizer_state_dict, saved_groups
-from trainloop.parallel.sharded.shards import map_items, map_tensors, state_like
+from trainloop.parallel.sharded.shards import map_items, map_tensors, shard_like, state_like
 from trainloop.train_loop.progress.ending import end_that_holds
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun
@@ -252,7 +252,7 @@ def _load_parameters_beside(loop: LoopState, state: dict[str, Any]) -> None:
     found = {name: value for name, value in saved.items() if name in own and own[name].shape == value.shape}
     with torch.no_grad():
         for name, value in found.items():
-            own[name].copy_(value)
+            own[name].copy_(shard_like(value, own[name]))  # a shard of a module that a callback has replaced, too
     names = [name for name in {**own, **saved} if name not in found]
     if names and loop.is_global_zero:
         warn_or_print(
