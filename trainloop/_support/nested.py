@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,11 +30,26 @@ def parts_of(value: Any) -> list[Any] | None:
     if isinstance(value, (list, tuple)):
         return list(iter(value))  # list(value) would ask for the length, which e3nn's Irreps refuses
     if isinstance(value, Mapping):
-        keys = value.keys()  # iter(value) may be over something else: over the rows of a tensordict
-        return [value[key] for key in keys]
+        return [value[key] for key in keys_of(value)]
     if _is_record(value):
         return [getattr(value, name) for name in _fields(value)]
     return None
+
+
+def keys_of(mapping: Mapping[Any, Any]) -> list[Any]:
+    """Return the keys of a mapping; iterating over it may yield something else: a tensordict yields its rows."""
+    return list(mapping.keys())
+
+
+def stored_items(container: Any) -> list[Any]:
+    """Return the items of a list, tuple, set or deque, or the values of a dict, by the builtin class's own methods.
+
+    Those of a subclass may compute, or refuse: e3nn's ``Irreps``, a tuple, has no length.
+    """
+    if isinstance(container, dict):
+        return list(dict.values(container))
+    base = next(kind for kind in (list, tuple, set, deque) if isinstance(container, kind))
+    return list(base.__iter__(container))
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
@@ -63,7 +78,7 @@ def paths_of(value: Any) -> list[str]:
     if isinstance(value, (list, tuple)):
         return [f"[{i}]" for i, _ in enumerate(value)]
     if isinstance(value, Mapping):
-        return [f"[{key!r}]" for key, _ in value.items()]
+        return [f"[{key!r}]" for key in keys_of(value)]
     return [f".{name}" for name in _fields(value)]
 
 
@@ -90,7 +105,7 @@ def with_parts(value: Any, parts: Sequence[Any]) -> Any:
     if isinstance(value, list):
         return _of_type(type(value), list(parts))
     if isinstance(value, Mapping):
-        content = dict(zip(value.keys(), parts, strict=True))
+        content = dict(zip(keys_of(value), parts, strict=True))
         if not isinstance(value, (dict, UserDict)):
             # Don't write to a shallow copy: it may share the object that contains its items.
             return _of_type(type(value), content)
@@ -148,7 +163,7 @@ def map_together(function: Callable[[list[Any]], Any], values: Sequence[Any]) ->
     """
     first = values[0]
     if isinstance(first, Mapping):
-        return with_parts(first, [function([value[key] for value in values]) for key, _ in first.items()])
+        return with_parts(first, [function([value[key] for value in values]) for key in keys_of(first)])
     columns = [parts_of(value) for value in values]
     if columns[0] is None:
         return first

@@ -10,6 +10,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainloop._support.nested import stored_items
 from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 
@@ -159,7 +160,7 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
 
     def walk(outer: Optimizer, path: str) -> None:
         for name, value in vars(outer).items():
-            parts = value if isinstance(value, (list, tuple)) else value.values() if type(value) is dict else (value,)
+            parts = stored_items(value) if isinstance(value, (list, tuple)) or type(value) is dict else [value]
             for i, part in enumerate(parts):
                 if isinstance(part, Optimizer) and id(part) not in seen:
                     seen.add(id(part))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainloop._support.nested import with_parts
+from trainloop._support.nested import stored_items, with_parts
 
 _MOST = 1000  # items; a container with more is data
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -111,12 +111,7 @@ def _parts(value: Any) -> list[Any]:
             return [value.cell_contents]
         except ValueError:  # the variable has no value yet
             return []
-    # The builtin classes' own methods: those of subclasses may compute.
-    return list(dict.values(value)) if isinstance(value, dict) else list(_iterator(value))
-
-
-def _iterator(value: Any) -> Iterator[Any]:
-    return list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
+    return stored_items(value)
 
 
 def _with_parts(value: Any, parts: list[Any]) -> Any:

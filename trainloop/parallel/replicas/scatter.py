@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
-from trainloop._support.nested import map_parts, map_together, parts_of, with_parts
+from trainloop._support.nested import keys_of, map_parts, map_together, parts_of, with_parts
 from trainloop._support.reduction import attach_divisor, divisor_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
@@ -234,7 +234,7 @@ def form_of(item: Any) -> Any:
         return type(item), frozenset(form_of(part) if _is_structure(part) else None for part in item)
     if isinstance(item, (Tensor, np.ndarray)):
         return item.ndim, str(item.dtype)
-    return type(item), frozenset(item.keys()) if isinstance(item, Mapping) else None
+    return type(item), frozenset(keys_of(item)) if isinstance(item, Mapping) else None
 
 
 def _length_along(item: Any, dim: int) -> int | None:
@@ -553,7 +553,7 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
         return _concatenated(join_arrays, parts, sizes, dim) if first.ndim else _of_all(parts)
     if isinstance(first, MutableMapping):
         merged = copy.copy(first) if isinstance(first, (dict, UserDict)) else dict(first)
-        for key in list(first.keys()):
+        for key in keys_of(first):
             having = [(part[key], size) for part, size in zip(parts, sizes, strict=True) if key in part]
             merged[key] = combine_predictions([item for item, _ in having], [size for _, size in having], dim)
         for part in parts[1:]:

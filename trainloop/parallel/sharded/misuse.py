@@ -35,16 +35,17 @@ def is_of_shards(error: BaseException) -> bool:
     """Return True if torch raised an error because a tensor is a rank's shard."""
     if isinstance(error, TrainLoopError):  # it has its own explanation
         return False
-    if _raised_in(error, "torch.distributed.tensor"):  # an AssertionError without a text, or an IndexError in a lookup
+    if _raised_by_dtensors(error):  # an AssertionError without a text, or an IndexError in a lookup
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_SHARDS)
 
 
-def _raised_in(error: BaseException, package: str) -> bool:
+def _raised_by_dtensors(error: BaseException) -> bool:
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    return frame is not None and str(frame.tb_frame.f_globals.get("__name__", "")).startswith(package)
+    where = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__", ""))
+    return where.startswith("torch.distributed.tensor")
 
 
 def cannot_step(optimizer: Optimizer, fact: str = "") -> ConfigurationError:
@@ -79,7 +80,7 @@ def explain_sharded(error: Exception) -> None:
     """Raise an explanation if sharded parameters caused this torch error; return if the error has another cause."""
     explain_deepcopy(error)
     text = str(error)
-    without_text = isinstance(error, AssertionError) and _raised_in(error, "torch.distributed.tensor")
+    without_text = isinstance(error, AssertionError) and _raised_by_dtensors(error)
     if "mixed torch.Tensor and DTensor" in text or "sharding strategy" in text or without_text:
         raise used_outside_of_forward(f"torch says: {text or type(error).__name__}") from error
     if ("setStorage" in text and "storage of size 0" in text) or "its data is not allocated yet" in text:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trainloop import distributed
 from trainloop._launch import place_here
 from trainloop._launch.rank_process import result_file
+from trainloop._support.nested import stored_items
 from trainloop._support.user_line import warn_or_print
 from trainloop._transfer.pages import evict_clean_pages, trim
 from trainloop.errors import ConfigurationError
@@ -279,8 +280,8 @@ def _own_objects(value: Any, seen: set[int]) -> Iterator[Any]:
         return
     if isinstance(value, (dict, list, tuple, deque)):
         seen.add(id(value))
-        # A copy: a thread of the user's may change the container meanwhile. Without len, which e3nn's Irreps refuses.
-        for part in list(iter(value.values() if isinstance(value, dict) else value))[:_SEARCHED]:
+        # A copy: a thread of the user's may change the container meanwhile.
+        for part in stored_items(value)[:_SEARCHED]:
             yield from _own_objects(part, seen)
     elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _LIBRARIES:
         seen.add(id(value))

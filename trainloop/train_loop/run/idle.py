@@ -20,6 +20,7 @@ from trainloop import distributed
 from trainloop._metrics import Recorder
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
+from trainloop._support.nested import stored_items
 from trainloop.distributed.tensors import in_borrowed_batch
 from trainloop.errors import ConfigurationError
 from trainloop.optim.parameters import trained_modules
@@ -137,10 +138,8 @@ class _Contents:
             value = found.pop()
             if id(value) in self._kept or id(value) in self._elsewhere:
                 continue
-            # The builtin classes' own methods: those of subclasses may compute or refuse, as e3nn's Irreps refuses len.
-            base = next((kind for kind in (list, deque, tuple, set) if isinstance(value, kind)), None)
-            if base is not None:
-                contents: Any = list(base.__iter__(value))
+            if isinstance(value, (list, deque, tuple, set)):
+                contents: Any = stored_items(value)
                 found.extend(item for item in contents if not isinstance(item, (Tensor, np.ndarray)))
             elif type(value) is Tensor and value.numel() * value.element_size() <= _MOST_BYTES:
                 contents = _copied(value)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainloop._support.nested import map_parts, map_together, parts_of
+from trainloop._support.nested import keys_of, map_parts, map_together, parts_of
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.replicas.scatter import are_columns, are_rows, as_rows, is_table, join_arrays, join_tables
 
@@ -137,7 +137,7 @@ def with_lists_of_rows(batches: list[Any], sizes: Sequence[int]) -> list[Any]:
         return list(map(list, batches)) if batches and are_rows(batches, sizes) else batches
     if not all(isinstance(batch, Mapping) for batch in batches):
         return batches
-    keys = [key for key, _ in batches[0].items() if all(key in batch for batch in batches)]
+    keys = [key for key in keys_of(batches[0]) if all(key in batch for batch in batches)]
     columns = {key: with_lists_of_rows([batch[key] for batch in batches], sizes) for key in keys}
     return [{**batch, **{key: column[i] for key, column in columns.items()}} for i, batch in enumerate(batches)]
 
