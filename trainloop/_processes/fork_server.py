@@ -17,7 +17,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import pickle
 import re
 import sys
 import threading
@@ -189,11 +188,9 @@ def from_server(
     raise NoOwnServerError(problem)
 
 
-class _End:
-    """An object whose unpickling ends the process."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os._exit, (0,)
+# The pickle of an object whose unpickling calls os._exit(0). Not made by pickle.dumps: coverage may have replaced the
+# function by one of its own.
+_END = b"cos\n_exit\n(I0\ntR."
 
 
 def _hash_seed() -> dict[str, str]:
@@ -209,7 +206,7 @@ def _wait_for_server() -> None:
     answer, orders = forkserver.connect_to_new_process([])
     try:
         with contextlib.suppress(BrokenPipeError):
-            os.write(orders, pickle.dumps(_End()))  # first: an interrupted wait must not leave a fork without orders
+            os.write(orders, _END)  # first: an interrupted wait must not leave a fork without orders
         if not os.read(answer, 1):
             raise EOFError("the server ended")
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 from multiprocessing import connection, forkserver
 from typing import Any
 
@@ -47,6 +48,13 @@ def test_the_server_s_socket_is_in_a_private_folder_with_a_short_name(never_star
     assert started["OMP_NUM_THREADS"] == "1"
     assert '"torch"' in started[processes.SERVER_VARIABLE]
     assert (dict(config), dict(os.environ)) == (before, environment)
+
+
+def test_the_order_to_end_is_that_of_os_exit_also_if_coverage_has_replaced_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", lambda code: codes.append(code))  # a local function: can't be pickled
+    pickle.loads(processes._END)
+    assert codes == [0]
 
 
 def test_variables_that_are_read_at_load_are_compared_and_others_are_not() -> None:
