@@ -327,8 +327,12 @@ def _importing_as_here() -> Iterator[None]:
 
     ``multiprocessing`` sends them the module's name or path, for pickles that refer to its classes by name. This
     package sends classes by value, which works even without a path, as in notebooks and on standard input. For ``''``
-    in ``sys.path``, it sends the folder in which the program has started, such as before a notebook's %cd.
+    in ``sys.path``, it sends the folder in which the program has started, such as before a notebook's %cd. And it sends
+    the default start method: one that a library has registered (loky, in workers of joblib) is unknown there.
     """
+    method = multiprocessing.get_start_method(allow_none=True)
+    if is_registered := method not in (None, *multiprocessing.get_all_start_methods()):
+        multiprocessing.set_start_method("spawn", force=True)
     main = sys.modules["__main__"]
     missing = object()
     before = {name: main.__dict__.get(name, missing) for name in ("__file__", "__spec__")}
@@ -347,6 +351,8 @@ def _importing_as_here() -> Iterator[None]:
                 main.__dict__.pop(name, None)
             else:
                 main.__dict__[name] = value
+        if is_registered:
+            multiprocessing.set_start_method(method, force=True)
 
 
 # --------------------------------------------------------------------------------------------------------------------

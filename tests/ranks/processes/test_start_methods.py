@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -270,6 +271,35 @@ def names_in_a_set() -> list[str]:
 def test_all_ranks_iterate_over_sets_of_strings_in_one_order(each_start_method: str, tmp_path: Path) -> None:
     first, second = (run_ranks(names_in_a_set, 2, folder=tmp_path) for _ in range(2))
     assert first[0] == first[1] == second[0] == second[1]
+
+
+IN_JOBLIB = """
+import multiprocessing
+from joblib import Parallel, delayed
+from trainloop._launch import launch
+
+def method(stop):
+    import multiprocessing
+    import torch.distributed as dist
+    dist.barrier()  # a rank that ends at once may close the connection that the other is opening
+    return multiprocessing.get_start_method()
+
+def of_caller_and_ranks():
+    return multiprocessing.get_start_method(), launch(method, ranks_per_node=2)
+
+if __name__ == "__main__":
+    print(Parallel(n_jobs=2, backend="loky")([delayed(of_caller_and_ranks)()]))
+"""
+
+
+@pytest.mark.long
+def test_ranks_start_in_a_worker_of_joblib_whose_start_method_only_joblib_knows(
+    each_start_method: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(IN_JOBLIB)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.stdout.strip() == f"[('loky', {multiprocessing.get_all_start_methods()[0]!r})]", done.stderr
 
 
 ORPHANS = """

@@ -176,7 +176,8 @@ def _config(path: str) -> Setting:
 
 
 def _read_start_method() -> str:
-    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    method, known = multiprocessing.get_start_method(allow_none=True), multiprocessing.get_all_start_methods()
+    return method if method in known else known[0]  # joblib's workers have one that it has registered
 
 
 def _read_default_device() -> str | None:
