@@ -6,7 +6,8 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -276,3 +277,55 @@ def isolated(seed: int | None = None) -> Iterator[None]:
             # CUDA was not in use before: without this block, it would have started with the seed of the CPU's
             # generator.
             torch.cuda.manual_seed_all(first_seed)
+
+
+class Generator(Protocol):
+    """A random generator, by the methods of torch's generators."""
+
+    def get_state(self) -> Any: ...
+
+    def set_state(self, state: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class _OfPython:
+    own: random.Random
+
+    def get_state(self) -> Any:
+        return self.own.getstate()
+
+    def set_state(self, state: Any) -> None:
+        self.own.setstate(state)
+
+
+@dataclass(frozen=True)
+class _OfNumpy:
+    own: np.random.Generator
+
+    def get_state(self) -> Any:
+        return without_arrays(self.own.bit_generator.state)
+
+    def set_state(self, state: Any) -> None:
+        self.own.bit_generator.state = state
+
+
+@dataclass(frozen=True)
+class _OfOldNumpy:
+    own: np.random.RandomState
+
+    def get_state(self) -> Any:
+        return without_arrays(self.own.get_state(legacy=False))
+
+    def set_state(self, state: Any) -> None:
+        self.own.set_state(state)
+
+
+def as_generator(value: Any) -> Generator | None:
+    """Return a random generator of Python, numpy or torch, with its state; ``None`` for any other object."""
+    if isinstance(value, torch.Generator):
+        return value
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return _OfPython(value)
+    if isinstance(value, np.random.RandomState):
+        return _OfOldNumpy(value)
+    return _OfNumpy(value) if isinstance(value, np.random.Generator) else None

@@ -42,7 +42,7 @@ from trainloop.callbacks import (
 )
 from trainloop.callbacks.base import Saver
 from trainloop.data import SplitBatches
-from trainloop.data.order import orders
+from trainloop.data.loader import generators
 from trainloop.errors import CheckpointError, ConfigurationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*by its name, (lower|higher) is better")
@@ -382,12 +382,12 @@ def test_a_samplers_state_dict_that_needs_arguments_is_not_called() -> None:
 
     sampler = Asks(random.Random(3))
     make_loop(DataLoader(make_data(), 10, sampler=sampler)).fit(num_epochs=1)
-    assert list(orders.generators_of(DataLoader(make_data(), 10, sampler=sampler))) == ["sampler:rng"]
+    assert list(generators.generators_of(DataLoader(make_data(), 10, sampler=sampler))) == ["sampler:rng"]
 
 
 def test_generators_within_a_loader_that_is_split_by_columns_are_kept() -> None:
     loader = DataLoader(make_data(), 10, shuffle=True, generator=torch.Generator())
-    assert list(orders.generators_of(SplitBatches(loader))) == list(orders.generators_of(loader)) == ["loader"]
+    assert list(generators.generators_of(SplitBatches(loader))) == list(generators.generators_of(loader)) == ["loader"]
 
 
 def test_a_samplers_state_that_no_checkpoint_can_contain_is_warned_of(tmp_path: Path) -> None:

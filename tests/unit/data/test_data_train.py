@@ -34,8 +34,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from trainloop.data import EvalFeed, StepBatches, TrainFeed
+from trainloop.data.loader.generators import generators_of
 from trainloop.data.loader.loader_copies import end_workers
-from trainloop.data.order.orders import generators_of
 from trainloop.errors import ConfigurationError
 
 # -- shares ------------------------------------------------------------------------------------------------------------

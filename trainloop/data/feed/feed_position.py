@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from trainloop._support import rng
 from trainloop._support.user_line import warn
+from trainloop.data.loader.generators import generators_of, kept_in_checkpoints, set_states
 from trainloop.data.loader.loader_copies import isolated_base_seed, persistent_workers
-from trainloop.data.order.orders import generators_of, kept_in_checkpoints, set_states
 from trainloop.data.source.indexed import Indexed
 from trainloop.data.source.sources import Source
 

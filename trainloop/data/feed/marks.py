@@ -21,8 +21,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from trainloop.data.loader.loaders import has_own_length, is_stream, plain_batches, users_worker_init
+from trainloop.data.loader.parts import parts_of_loader
 from trainloop.data.order.columns import SplitBatches
-from trainloop.data.order.orders import length_of, parts_of_loader
+from trainloop.data.order.orders import length_of
 
 # Classes of torch whose attributes determine what is read; for other classes, only their lengths are compared, since an
 # attribute of the user's may change with every sample.

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from trainloop._support.rng import derive_seed
-from trainloop.data.order.orders import datasets_of, length_of
+from trainloop.data.loader.parts import datasets_of
+from trainloop.data.order.orders import length_of
 
 _MOST = 200  # values of one list: a shuffled list differs in nearly all of them
 

@@ -21,8 +21,9 @@ from trainloop._support.signals import WorkerInit
 from trainloop._support.user_line import warn_or_print
 from trainloop.data.loader.libraries import counters_of, cuts_batches, is_split
 from trainloop.data.loader.loader_copies import end_workers_of
+from trainloop.data.loader.parts import datasets_of, parts_of_loader
 from trainloop.data.order.columns import SplitBatches
-from trainloop.data.order.orders import datasets_of, length_of, parts_of_loader
+from trainloop.data.order.orders import length_of
 from trainloop.errors import ConfigurationError
 
 

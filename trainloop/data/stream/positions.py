@@ -20,7 +20,8 @@ from trainloop.data.batch.randomness import IsolatedRandomState
 from trainloop.data.batch.starting import started_with_workers
 from trainloop.data.batch.stops import guard_stop_iteration
 from trainloop.data.loader import libraries
-from trainloop.data.order.orders import has_state, length_of
+from trainloop.data.loader.parts import has_state
+from trainloop.data.order.orders import length_of
 
 T = TypeVar("T")
 

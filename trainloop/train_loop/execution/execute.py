@@ -23,7 +23,7 @@ from trainloop._support.output import guarded_output
 from trainloop._support.signals import signals, uninterrupted
 from trainloop._support.stopping import LocalStop, StopAgreement
 from trainloop._support.user_line import warn
-from trainloop.data.order.orders import generator_states, set_generator_states
+from trainloop.data.loader.generators import generator_states, set_generator_states
 from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import alone
 from trainloop.model import yields_losses

@@ -18,7 +18,7 @@ from trainloop._transfer.pages import trim
 from trainloop._transfer.shared import KEPT, changed_parts, fingerprint, fingerprints, put_into, shared_parts
 from trainloop._transfer.torch_objects import kept_attributes
 from trainloop.data.feed.marks import LoaderMarks
-from trainloop.data.order.orders import generator_states, set_generator_states
+from trainloop.data.loader.generators import generator_states, set_generator_states
 from trainloop.optim.optimizers import note_steps_elsewhere, optimizers_of
 from trainloop.optim.parameters import own_parameters, trained_modules
 from trainloop.parallel.sharded.shards import is_mark_of_sharding, storage_address

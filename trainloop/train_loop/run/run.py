@@ -32,9 +32,9 @@ from trainloop._support.user_line import warn, warn_or_print
 from trainloop.callbacks.base import HookTable
 from trainloop.data import EvalFeed
 from trainloop.data.feed.marks import LoaderMarks
+from trainloop.data.loader.generators import generators_restored
 from trainloop.data.loader.loader_copies import end_workers, keeps_workers, with_workers
 from trainloop.data.loader.loaders import Shared, check_shared, workers_outlive_signals
-from trainloop.data.order.orders import generators_restored
 from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import whole_batch
 from trainloop.distributed.tensors import copy_from_first

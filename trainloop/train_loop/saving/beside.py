@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop._support.carried import names_of
+from trainloop._support.rng import as_generator
 from trainloop._support.user_line import described_names, warn_or_print
 from trainloop.callbacks.base import AbstractCallback
+from trainloop.data.loader.generators import generators_of
 from trainloop.data.loader.loaders import is_stream
+from trainloop.data.loader.parts import has_state
 from trainloop.data.order.columns import SplitBatches
-from trainloop.data.order.orders import as_generator, generators_of, has_state, length_of
+from trainloop.data.order.orders import length_of
 from trainloop.distributed import gather_object
 from trainloop.optim.optimizers import optimizers_of
 from trainloop.optim.parameters import criterion_modules, named_trained_parameters, trained_parameters

@@ -10,12 +10,13 @@ import torch
 from trainloop import distributed
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of
+from trainloop._support.rng import Generator
 from trainloop.callbacks.base import identity_of
 from trainloop.checkpoint import plain
 from trainloop.checkpoint.plain import for_file, from_file
 from trainloop.checkpoint.sharded_writing import about_unlike_shards, take_shards
+from trainloop.data.loader.generators import generator_states, generators_in, kept_in_checkpoints
 from trainloop.data.loader.loader_copies import persistent_workers
-from trainloop.data.order.orders import Generator, generator_states, generators_in, kept_in_checkpoints
 from trainloop.errors import CheckpointError
 from trainloop.optim.optimizers import all_optimizers, optimizers_of, parameters_of
 from trainloop.optim.parameters import criterion_module, parameters_beside, trained_modules

@@ -28,7 +28,7 @@ from trainloop.checkpoint.sharded import (
     load_model,
     whole_of,
 )
-from trainloop.data.order.orders import set_generator_states, set_states
+from trainloop.data.loader.generators import set_generator_states, set_states
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
 from trainloop.optim.optimizers import all_optimizers, inner_optimizers, optimizers_of, parameters_of

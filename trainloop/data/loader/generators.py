@@ -1,0 +1,155 @@
+"""Save and restore the random generators that users gave to loaders, samplers, datasets, modules and criteria."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from trainloop._support.nested import packed, unpacked
+from trainloop._support.rng import Generator, as_generator
+from trainloop._support.user_line import warn
+from trainloop.data.loader.parts import attributes_of, datasets_of, has_state, parts_of_loader
+from trainloop.data.order.columns import SplitBatches
+from trainloop.errors import TrainLoopError
+
+# Most attributes of modules have these types. To ask whether they are generators would take several times as long.
+_BUILT_IN = {type(None), bool, int, float, str, list, tuple, set, dict, OrderedDict}
+
+
+@dataclass(frozen=True)
+class _OfState:
+    """An own sampler's ``state_dict`` and ``load_state_dict``."""
+
+    own: Any
+
+    def get_state(self) -> Any:
+        return packed(copy.deepcopy(self.own.state_dict()))
+
+    def set_state(self, state: Any) -> None:
+        self.own.load_state_dict(unpacked(state))
+
+
+def generators_of(loader: Any) -> dict[str, Generator]:
+    """Return the generators that the user gave a loader, by the attribute that refers to each; each generator once.
+
+    In samplers and loaders of the user's own classes, these are all attributes that are generators of Python, numpy or
+    torch; or, if a sampler has the methods ``state_dict`` and ``load_state_dict``, its state. A loader with these
+    methods includes its samplers' states in its own.
+    """
+    loader = loader.loader if isinstance(loader, SplitBatches) else loader
+    return _generators_of(loader, parts_of_loader(loader))
+
+
+def _generators_of(loader: Any, parts: Mapping[str, Any]) -> dict[str, Generator]:
+    found: dict[str, Generator] = {}
+    for name, holder in parts.items():
+        attributes = {name: getattr(holder, "generator", None)}
+        if not type(holder).__module__.startswith("torch."):
+            if not has_state(holder):
+                attributes.update({f"{name}:{key}": value for key, value in attributes_of(holder).items()})
+            elif not has_state(loader) and all(getattr(other, "own", None) is not holder for other in found.values()):
+                found[f"{name}:state"] = _OfState(holder)
+        _add_generators(found, attributes)
+    return found
+
+
+def _add_generators(found: dict[str, Generator], attributes: Mapping[str, Any]) -> None:
+    """Add the generators among attributes that have not been found yet."""
+    for key, value in attributes.items():
+        generator = None if value is None else as_generator(value)
+        if generator is not None and all(generator != other for other in found.values()):
+            found[key] = generator
+
+
+def generators_in(**holders: Any) -> dict[str, Generator]:
+    """Return the generators of Python, numpy and torch that are attributes of objects, by path.
+
+    Holders may be modules, with all modules inside them, or dicts and lists of objects.
+    """
+    found: dict[str, Generator] = {}
+    for name, holder in holders.items():
+        for path, part in _parts_of(name, holder):
+            _add_attributes(found, path, part)
+    return found
+
+
+def _parts_of(name: str, holder: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(holder, nn.Module):
+        for path, part in holder.named_modules():
+            yield f"{name}.{path}", part
+    elif isinstance(holder, (Mapping, list, tuple)):
+        for key, one in holder.items() if isinstance(holder, Mapping) else enumerate(holder):
+            yield from _parts_of(f"{name}[{key}]", one)
+    else:
+        yield f"{name}.", holder
+
+
+def _add_attributes(found: dict[str, Generator], path: str, part: Any) -> None:
+    attributes = getattr(part, "__dict__", {})
+    if not _BUILT_IN.issuperset(map(type, attributes.values())):
+        own = {f"{path}:{key}": value for key, value in attributes.items() if type(value) not in _BUILT_IN}
+        _add_generators(found, own)
+
+
+def kept_in_checkpoints(states: Mapping[str, Any], plain: Callable[[Any, str], Any], name: str) -> dict[str, Any]:
+    """Return the states of generators that a checkpoint can contain; warn of a sampler's own state that it can't."""
+    kept = {}
+    for key, state in states.items():
+        try:
+            kept[key] = plain(state, f"{name}: {key}")
+        except TrainLoopError as error:
+            warn(
+                f"{name}: the state_dict() of its {key.removesuffix(':state')} can't be stored in a checkpoint, so a "
+                f"resumed run may read another order. The error: {error}"
+            )
+    return kept
+
+
+def generator_states(loaders: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the states of each loader's generators, for :func:`set_generator_states`."""
+    return [{name: own.get_state() for name, own in generators_of(loader).items()} for loader in loaders]
+
+
+def set_generator_states(loaders: Iterable[Any], states: Iterable[Mapping[str, Any]]) -> None:
+    """Set the states of loaders' generators. A generator without a saved state is not changed."""
+    for loader, saved in zip(loaders, states, strict=True):
+        set_states(generators_of(loader), saved)
+
+
+@contextmanager
+def generators_restored(loader: Any, modules: Sequence[nn.Module], criterion: Any) -> Iterator[None]:
+    """Let a block draw from generators of a loader, its dataset, modules and a criterion without an effect afterwards.
+
+    A sampler that has a state of its own is not changed: it may be within a pass.
+
+    Parameters
+    ----------
+    loader
+    modules : sequence of Module
+        All modules of the model and of the criterion, with those inside them.
+    criterion
+    """
+    loader = loader.loader if isinstance(loader, SplitBatches) else loader
+    of_loader = parts_of_loader(loader)
+    own = {name: one for name, one in _generators_of(loader, of_loader).items() if not isinstance(one, _OfState)}
+    plain = [] if isinstance(criterion, nn.Module) else [one for _, one in _parts_of("", criterion)]
+    for number, part in enumerate((*datasets_of(loader, of_loader).values(), *modules, *plain)):
+        _add_attributes(own, str(number), part)
+    before = {name: one.get_state() for name, one in own.items()}
+    try:
+        yield
+    finally:
+        set_states(own, before)
+
+
+def set_states(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
+    """Set the states of generators by name. A generator without a saved state is not changed."""
+    for name, generator in generators.items():
+        if name in states:
+            generator.set_state(states[name])
