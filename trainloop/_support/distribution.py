@@ -1,4 +1,4 @@
-"""The distribution: its name on the package index, and its extras.
+"""The distribution: its name on the package index, its extras, and the error if an extra is not installed.
 
 The import name is ``trainloop``; the distribution is ``tt-trainloop``, because ``trainloop`` on the index is another
 project's package.

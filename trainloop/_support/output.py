@@ -1,4 +1,4 @@
-"""Output on stdout and stderr: if it can't be written, training continues; find out if a progress bar is visible."""
+"""Output on stdout and stderr: if it can't be written, training continues; recognise notebooks and progress bars."""
 
 from __future__ import annotations
 

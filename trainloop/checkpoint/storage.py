@@ -1,4 +1,4 @@
-"""Folders whose files are written atomically, on a disk or behind an fsspec URL.
+"""Folders whose files are written atomically, and locked, on a disk or behind an fsspec URL.
 
 ::
 

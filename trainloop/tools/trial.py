@@ -1,4 +1,4 @@
-"""Try out a loop on copies of its model and optimizer, without side effects."""
+"""Try out a loop on copies of its model and optimizer, as its last ``fit`` would, without side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule for evaluation: ranks get whole batches, as one process would see them; rows return to dataset order."""
+"""The rule for evaluation: ranks get whole batches, and one process's random numbers; rows return to dataset order."""
 
 from __future__ import annotations
 
