@@ -580,6 +580,14 @@ def test_ranks_that_differ_inside_of_a_unit_of_fsdp_are_told_what_must_be_the_sa
     assert "blocks" not in hint(failure, ["File main.py"])
 
 
+def test_an_abort_in_a_collective_names_the_usual_cause() -> None:
+    # Gloo aborts the process if another rank sends more than this one expects.
+    stack = 'File "torch/distributed/distributed_c10d.py", line 4287 in all_gather'
+    assert "passed different shapes" in hint(record(1, 0, type=None, exitcode=-6), [stack])
+    assert "passed different shapes" not in hint(record(1, 0, type=None, exitcode=-11), [stack])
+    assert "passed different shapes" not in hint(record(1, 0, type=None, exitcode=-6), ["File main.py"])
+
+
 def test_the_text_of_exit_codes() -> None:
     assert [failures.exit_text(code) for code in (None, 0, 3, -9, -64, -200)] == [
         "no exit code",

@@ -9,7 +9,7 @@ import re
 import signal
 import time
 import traceback as traceback_module
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -222,6 +222,11 @@ _HOST_MEMORY = (
     r"HOST_ALLOCATION_FAILED"
 )
 
+_OTHER_COLLECTIVES = (
+    "ranks called different collectives, or passed different shapes. Every rank must make the same calls in the "
+    "same order (TORCH_DISTRIBUTED_DEBUG=DETAIL shows the calls). For different shapes, as with an uneven last "
+    "batch, use trainloop.distributed.all_gather(value, concat=True)."
+)
 # Advice by patterns in the traceback or message; the first match wins.
 _HINTS = [
     (_OUT_OF_SHARED_MEMORY, _MORE_SHARED_MEMORY),
@@ -266,9 +271,7 @@ _HINTS = [
     ),
     (
         r"op\.preamble\.length|collective mismatch|gloo::EnforceNotMet|Detected mismatch between collectives",
-        "ranks called different collectives, or passed different shapes. Every rank must make the same calls in the "
-        "same order (TORCH_DISTRIBUTED_DEBUG=DETAIL shows the calls). For different shapes, as with an uneven last "
-        "batch, use trainloop.distributed.all_gather(value, concat=True).",
+        _OTHER_COLLECTIVES,
     ),
     (
         r"(?s:(distributed_c10d|distributed/nn/functional).*Connection (reset|closed) by peer)",
@@ -300,8 +303,9 @@ _IN_HOOKS = (
     "Calls of the model, evaluations, predictions and operations on sharded parameters in hooks must run on every "
     "rank, too, not under `if rank == 0:`."
 )
-# Frames of torch's exchanges for a unit of fsdp.
+# Frames of torch's exchanges for a unit of fsdp, and of other collectives.
 _IN_UNIT = "_fully_shard"
+_IN_COLLECTIVE = r"distributed_c10d\.py|_functional_collectives\.py|trainloop/distributed/"
 _SAME_UNITS = (
     "In fsdp, get_loss must run the same blocks on every rank, the same number of times, and the loss must depend on "
     "them. For a block that a rank's batch doesn't need, add `block(x).sum() * 0` to the loss, or use gpu_mode='ddp' "
@@ -309,7 +313,7 @@ _SAME_UNITS = (
 )
 
 
-def hint(failure: Failure, stacks: Iterable[str] = ()) -> str:
+def hint(failure: Failure, stacks: Collection[str] = ()) -> str:
     """Return advice if the cause is known; otherwise an empty string. ``stacks``: Python stacks of the ranks."""
     in_unit = any(_IN_UNIT in stack for stack in (failure.traceback, *stacks))
     if failure.timeout:
@@ -343,7 +347,11 @@ def hint(failure: Failure, stacks: Iterable[str] = ()) -> str:
         if ended_by in ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL"):
             crashed = "native code crashed. The Python stacks at that moment are below, if they could be written."
             # Gloo aborts the process if another rank sends something else than this one expects.
-            return f"{crashed} {_SAME_UNITS}" if in_unit and ended_by == "SIGABRT" else crashed
+            if ended_by == "SIGABRT" and in_unit:
+                return f"{crashed} {_SAME_UNITS}"
+            if ended_by == "SIGABRT" and any(re.search(_IN_COLLECTIVE, stack) for stack in stacks):
+                return f"native code crashed in a collective. The usual cause is that {_OTHER_COLLECTIVES}"
+            return crashed
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -218,6 +219,20 @@ def needs_closure(optimizer: Optimizer) -> bool:
         return False
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(p.default is p.empty and p.kind in kinds for p in parameters)
+
+
+def explain_no_closure(error: Exception, optimizer: Optimizer) -> None:
+    """Raise an error that names ``needs_closure`` if a step without a closure probably failed because of this."""
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.") or "closure" not in inspect.signature(kind.step).parameters:
+        return
+    said = re.search("closure|'NoneType' object is not callable", str(error), re.IGNORECASE)
+    if said or isinstance(error, AssertionError):  # which often has no text
+        name = kind.__name__
+        raise ConfigurationError(
+            f"{name}.step failed without a closure ({type(error).__name__}: {error}). If it needs one, as SAM does, "
+            f"set needs_closure = True in its class: class Closure{name}({name}): needs_closure = True."
+        ) from error
 
 
 def is_watched(optimizer: Optimizer) -> bool:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from kit.small_loop import Net, make_loop
 from torch import Tensor, nn, optim
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
 
 from trainloop import AbstractCallback, checkpoint
@@ -567,6 +568,30 @@ def test_what_the_first_step_creates_once_and_what_libraries_keep_is_not_named(t
 
     fit()
     fit(resume_from=path_of(tmp_path, step))
+
+
+def lazy(net: Net) -> None:
+    net.fc = nn.LazyLinear(3)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: nn.utils.spectral_norm(net.fc),
+        lambda net: nn.utils.weight_norm(net.fc),
+        lambda net: prune.l1_unstructured(net.fc, "weight", amount=0.5),
+        lazy,
+    ],
+    ids=["spectral norm", "weight norm", "pruned", "lazy"],
+)
+def test_what_layers_of_torch_compute_of_saved_values_is_not_named(tmp_path: Path, change: Any) -> None:
+    def fit() -> None:
+        net = Net()
+        change(net)
+        make_loop(net).fit(num_epochs=1, callbacks=[saved(tmp_path)])
+
+    assert not [one for one in warnings_of(fit) if "Checkpoints do not contain this" in one]
 
 
 @pytest.mark.long

@@ -262,6 +262,21 @@ def test_where_it_can_not_be() -> None:
     fit(model, loader, optim.LBFGS(model.parameters(), max_iter=2), use_amp="bf16", epochs=1)
 
 
+@pytest.mark.parametrize("fails", ["call", "assert", "raise"])
+def test_an_optimizer_that_fails_without_a_closure_names_the_way_to_get_one(fails: str) -> None:
+    class Asks(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if fails == "assert":
+                assert closure is not None
+            if fails == "raise":
+                raise ValueError("a Closure is needed")
+            return closure()
+
+    model = Net()
+    with pytest.raises(ConfigurationError, match=r"Asks\.step failed without a closure.* needs_closure = True"):
+        fit(model, DataLoader(make_data(20), batch_size=10), Asks(model.parameters(), lr=0.1))
+
+
 def test_an_optimizer_with_a_closure_in_place_of_one_of_several_is_named_also_beside_a_new_module() -> None:
     class Replaces(AbstractCallback):
         def on_batch_end(self) -> None:

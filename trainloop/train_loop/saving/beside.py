@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop._support.carried import names_of
@@ -134,8 +135,12 @@ class Beside:
                 if name not in saved:
                     self._add(name, buffer, _kind_of_value(buffer))
             for path, part in whole.named_modules(prefix=prefix):
+                if any(map(is_lazy, part.parameters(recurse=False))):  # the first forward sets in_features and others
+                    continue
                 saves = type(part).get_extra_state is not nn.Module.get_extra_state  # all or a part of its attributes
-                self._add_attributes(path, part, without={"training", *names_of(part)}, only_lost=saves)
+                # Weights that torch's spectral_norm, weight_norm and prune compute of their parameters in each forward.
+                computed = {name.removesuffix("_orig").removesuffix("_v") for name in part._parameters}
+                self._add_attributes(path, part, without={"training", *names_of(part), *computed}, only_lost=saves)
                 for hook in forward_hooks_of(part):
                     self._add_attributes(f"{path}.{type(hook).__name__}".lstrip("."), hook)
 

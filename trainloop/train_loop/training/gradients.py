@@ -22,7 +22,7 @@ from trainloop._support.reduction import DeclaredReductions, sum_rule
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
-from trainloop.optim.optimizers import needs_closure, optimizers_of, parameters_of
+from trainloop.optim.optimizers import explain_no_closure, needs_closure, optimizers_of, parameters_of
 from trainloop.optim.parameters import explain_sparse, note_registrations, own_parameters, trained_parameters
 from trainloop.parallel import TTDistributedDataParallel, reduce_gradients
 from trainloop.parallel.dp import refuse_changes_in_get_loss
@@ -565,8 +565,12 @@ class Gradients:
         self._run.stage = "step"
         if not self.scales:
             for optimizer in optimizers:
-                with self._place.stepping(optimizer):
-                    optimizer.step()
+                try:
+                    with self._place.stepping(optimizer):
+                        optimizer.step()
+                except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+                    explain_no_closure(error, optimizer)
+                    raise
             return
         scaler = self._place.scaler
         for optimizer in optimizers:
