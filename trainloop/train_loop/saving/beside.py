@@ -127,6 +127,8 @@ class Beside:
 
     def _add(self, path: str, value: Any, kind: Any = None) -> None:
         with suppress(Exception):  # of whatever methods the value's class has
+            if self._of_rank and (as_generator(value) is not None or _is_iterator(value)):  # ranks draw other numbers
+                return
             checksum = _checksum(value)
             if checksum is not None:
                 self.values[path] = checksum
