@@ -29,7 +29,7 @@ from trainloop.optim.losses import split_yielded
 from trainloop.optim.parameters import own_parameters
 from trainloop.parallel.replicas import scatter as parts
 from trainloop.parallel.replicas.attributes import RegisteredParts, SetAttributes, WatchedTensors, explain_replica
-from trainloop.parallel.replicas.references import copies_of, refer_to_copies, with_copies
+from trainloop.parallel.replicas.references import copies_of, refer_to_copies, warning_of_own_parts, with_copies
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, copy_attributes
 
 _T = TypeVar("_T")
@@ -147,6 +147,7 @@ class TTDataParallel(Transparent, DataParallel):
     _tt_compared = 0  # number of the next calls of get_loss whose changes of values are found, too
     _tt_samples: int | None = None
     _tt_others: dict[Any, set[int]]  # by a batch's form: tensors without a row per sample, in the order of the batch
+    _tt_has_run = False
     _tt_warned = False
     _tt_warned_of_attributes = False
     _tt_devices: list[torch.device]  # devices of the replicas; empty: call the module itself
@@ -241,7 +242,9 @@ class TTDataParallel(Transparent, DataParallel):
     def _outputs(self, calls: Sequence[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
         """Return each replica's result, on the output device."""
         try:
-            outputs = _in_threads(calls, devices)
+            with contextlib.nullcontext() if self._tt_has_run else warning_of_own_parts(self.module):
+                self.__dict__["_tt_has_run"] = True
+                outputs = _in_threads(calls, devices)
         except RuntimeError as error:
             explain_replica(error)
             raise

@@ -138,11 +138,16 @@ def described_data(*arrays: Any) -> str | None:
             step = max(1, _BLOCK_BYTES // max(1, values[:1].nbytes))
             for block in (values[begin : begin + step] for begin in range(0, len(values), step)):
                 if block.dtype.kind == "O":
-                    text = "\0".join(map(str, [*block.reshape(-1).tolist(), ""]))
+                    text = "\0".join(map(_text_of, [*block.reshape(-1).tolist(), ""]))
                     checksum.update(re.sub(r" at 0x[0-9a-fA-F]+", "", text).encode(errors="replace"))
                 else:
                     checksum.update(block.tobytes())
     return f"{rows} rows, checksum {checksum.hexdigest()[:16]}"
+
+
+def _text_of(value: Any) -> str:
+    """Return the text of a value; a set's items are in another order in each process."""
+    return str(sorted(map(str, value)) if isinstance(value, (set, frozenset)) else value)
 
 
 def own_folds(given: Any, x: Any, y: Any) -> list[Fold]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 from trainloop import TrainLoop, TTBasicModel, TTModel
 from trainloop.errors import WorkerFailedError
@@ -104,3 +107,53 @@ def test_a_buffer_with_another_shape_on_another_rank_is_an_error() -> None:
             loss_in(mode, 2)
     assert loss_in("ddp", 2, ddp_model_args={"broadcast_buffers": False}) == pytest.approx(loss_in("single", 4))
     assert loss_in("ddp", 4, ignored=["state"]) == pytest.approx(loss_in("single", 8))  # a step of 8, and one of 4
+
+
+class Meter:
+    """A plain object that adds up numbers."""
+
+    def __init__(self) -> None:
+        self.total, self.numbers, self.generator = 0.0, itertools.count(), torch.Generator()
+
+
+class Counting(TTBasicModel):
+    """Adds up numbers in attributes: of this rank's samples, and of steps, which are the same on all ranks."""
+
+    carried_state = {"hidden": 0}
+
+    def __init__(self, gathers: bool) -> None:
+        super().__init__()
+        self.gathers = gathers
+        self.body = nn.Linear(3, 1)
+        self.meter, self.metric, self.seen, self.sum = Meter(), MeanMetric(), {"large": 0}, torch.zeros(())
+        self.steps, self.hidden, self.features = 0, torch.zeros(2), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+            self.features = self.hidden = x.detach()[:, 0]
+            values = self.all_gather(x, concat=True) if self.gathers else x
+            self.meter.total += float(values.sum())
+            if next(self.meter.numbers) % 2:  # as a rank without samples in the last step
+                torch.rand(1 + dist.get_rank(), generator=self.meter.generator)
+            self.metric.update(values)
+            self.seen["large"] += int(values.abs().sum() * 1000)
+            self.sum += values.sum()
+        return self.body(x)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_attributes_that_come_back_with_one_ranks_values_are_named(mode: str, capfd: Any) -> None:
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+    for gathers in (False, True):
+        model = Counting(gathers)
+        sgd = optim.SGD(model.parameters(), 0.1)
+        loop = TrainLoop(
+            model, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 2), None, None, sgd, nn.MSELoss(),
+            gpu_mode=mode, accelerator="cpu", devices=2, progress_bar=False,
+        )  # fmt: skip
+        loop.fit(1)
+        warned = " ".join(capfd.readouterr().err.split())
+        names = "meter.total, seen, sum, metric.mean_value"
+        assert f"changed the attributes {names} differently" in warned or gathers
+        assert warned.count("of one rank only") == (not gathers)

@@ -314,19 +314,19 @@ def test_mlflow_that_fails_gets_the_values_later(server: Client, monkeypatch: py
     monkeypatch.setattr(Client, "log_batch", log_batch)
     monkeypatch.setattr(trackers, "_SHARE_OF_TIME", 0)  # a slow machine's pauses last until the end
     loop = make_loop()
-    tracking = MLflowTracking(log_every_n_steps=None, hyperparams={1: 2, "a@b": 3}, tags={4: "x"})
+    tracking = MLflowTracking(log_every_n_steps=None, hyperparams={1: 2, "a@b": 3, "a#b": 4}, tags={4: "x"})
     with pytest.warns(RuntimeWarning) as warned:
         loop.fit(num_epochs=6, callbacks=[Logs(), tracking])
     [run] = server.runs
     for name, metric in (("loss", "loss"), ("acc_1", "acc@1")):
         assert [value for key, _, value in run["metrics"] if key == name] == loop.history[metric]
-    assert (run["params"], run["tags"], run["status"]) == ({"1": 2, "a_b": 3}, {"4": "x"}, "FINISHED")
+    assert (run["params"], run["tags"], run["status"]) == ({"1": 2, "a_b": 3, "a_b_": 4}, {"4": "x"}, "FINISHED")
     texts = [str(one.message) for one in warned]
     [failed] = [text for text in texts if "502 Bad Gateway" in text]
     assert "values are kept, and sent once the service works again" in failed
     assert len([text for text in texts if "'acc@1', so it is sent as 'acc_1'" in text]) == 1
     assert len([text for text in texts if "MLflow refuses values of 'refused'" in text]) == 1
-    assert len(texts) == 4
+    assert len(texts) == 5
 
 
 def test_mlflow_that_never_works_again(server: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from trainloop.data import EvalFeed, StepBatches, TrainFeed
+from trainloop.data.loader.loader_copies import end_workers
 
 
 class FirstBatchIsSlow(Rows):
@@ -38,6 +39,18 @@ def test_workers_that_may_overtake_each_other_change_no_row(seed: int | None) ->
     feed = EvalFeed(DataLoader(FirstBatchIsSlow(12), 4, num_workers=2, in_order=False), seed=seed)
     given = [(index, indices(batch), size) for index, batch, size in feed.batches()]
     assert given == [(i, list(range(4 * i, min(4 * i + 4, ROWS))), min(4, ROWS - 4 * i)) for i in range(11)]
+    if seed is None:
+        steps = [*TrainFeed(DataLoader(FirstBatchIsSlow(12), 4, num_workers=2, in_order=False)).steps(1)]
+        assert [indices(step.batches[0]) for step in steps] == [rows for _, rows, _ in given]
+
+
+def test_persistent_workers_that_overtake_each_other_change_no_size() -> None:
+    loader = DataLoader(FirstBatchIsSlow(40), 4, num_workers=2, in_order=False, persistent_workers=True)
+    steps = [*TrainFeed(loader).steps(1)]
+    end_workers(loader)
+    sizes = [len(indices(step.batches[0])) for step in steps]
+    assert sizes.index(1) < 10  # the last batch overtakes the first
+    assert [step.sizes for step in steps] == [[size] for size in sizes]
 
 
 def test_a_batch_of_no_indices_is_the_collate_functions_affair() -> None:

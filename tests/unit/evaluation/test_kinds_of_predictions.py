@@ -67,6 +67,13 @@ def test_rows(name: str, mode: dict[str, Any]) -> None:
         assert [row.tolist() for batch in streamed for row in batch] == ROWS
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_compressed_sparse_rows(mode: dict[str, Any]) -> None:
+    found = predicted(lambda rows: torch.stack([row[:1] for row in rows]).to_sparse_csr(), **mode)
+    assert found.to_dense().tolist() == [row[:1] for row in ROWS]
+
+
 class Pairs(Net):
     """Rows as zip(*samples) makes them, beside outputs of two heads."""
 

@@ -222,6 +222,7 @@ def test_a_package_that_fails_costs_a_warning_and_not_the_model(tmp_path: Path) 
     [
         ({"project_name": ""}, r"project_name='': must be the name of a folder, such as 'digits'"),
         ({"experiment_name": "a/b"}, r"experiment_name='a/b': must be the name of a folder"),
+        ({"experiment_name": "é" * 150}, r"experiment_name='éé+'\.\.\. has 300 bytes: use at most 200"),
         ({"hyperparams": ["lr"]}, r"hyperparams=\['lr'\]: must be a dict. vars\(args\) converts"),
         ({"source_dirs": ["/no/such"]}, r"source_dirs: /no/such is not a folder. Pass existing folders"),
     ],

@@ -289,3 +289,23 @@ def test_functions_of_replicas_keep_what_describes_them() -> None:
             return self.run(x)
 
     state_after(Described())
+
+
+class Holder:
+    """An object that is no module, and refers to a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+
+def test_the_models_own_layers_in_a_replica_are_warned_of_once() -> None:
+    class ByAVariable(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(holder.layer(self.first(x)))
+
+    model = ByAVariable()
+    holder = Holder(model.norm)
+    wrapper = TTDataParallel(model, devices=2)
+    with pytest.warns(UserWarning, match="a replica calls BatchNorm1d of the model itself"):
+        wrapper(torch.linspace(-1, 1, 24).reshape(8, 3))
+    wrapper(torch.linspace(-1, 1, 24).reshape(8, 3))

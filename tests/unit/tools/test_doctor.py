@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -186,3 +189,12 @@ def test_a_loaders_message_leads_to_a_package(message: str) -> None:
     assert missing_library(message) == library
     if library is not None:
         assert remedy in remedy_for(library, REQUIRES)
+
+
+@pytest.mark.long
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-m", "trainloop"], stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")

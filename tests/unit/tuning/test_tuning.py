@@ -1001,6 +1001,7 @@ def test_other_data_is_another_search(pretended: Pretended, tmp_path: Path) -> N
     texts = pd.DataFrame({"a": ["x", None, "y"], "b": pd.Categorical(["u", "v", "u"])})
     assert described_data(texts) == described_data(texts.copy()) != described_data(texts[::-1])
     assert described_data([[1], [1, 2]]) == described_data([[1], [1, 2]])
+    assert described_data([{8, 0}, {2}]) == described_data([{0, 8}, {2}]) != described_data([{1}, {2}])
     large = np.zeros((500_000, 2))
     tracemalloc.start()
     try:

@@ -46,6 +46,7 @@ __all__ = ["Experiment", "ExperimentCheckpoint", "ExperimentEndSave", "Experimen
 T = TypeVar("T")
 
 _STAMP = "%Y-%m-%d_%H-%M-%S"
+_LONGEST = 200  # bytes; a name of a folder has 255, with the time stamp
 _RUN = re.compile(r"[^/\\]+_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(-\d+)?[/\\]")
 """Beginning of the path of a run's file, in the project's folder."""
 
@@ -86,8 +87,10 @@ class Experiment:
         source_dirs: Sequence[str | os.PathLike[str]] = (),
     ) -> None:
         for what, name in (("project_name", project_name), ("experiment_name", experiment_name)):
-            if not isinstance(name, str) or not name or "/" in name or name in (".", ".."):
+            if not isinstance(name, str) or not name or {*"/\0"} & {*name} or name in (".", ".."):
                 raise ConfigurationError(f"{what}={name!r}: must be the name of a folder, such as 'digits'.")
+            if (size := len(name.encode(errors="replace"))) > _LONGEST:
+                raise ConfigurationError(f"{what}={name[:40]!r}... has {size} bytes: use at most {_LONGEST}.")
         if hyperparams is not None and not isinstance(hyperparams, Mapping):
             raise ConfigurationError(
                 f"hyperparams={hyperparams!r}: must be a dict. vars(args) converts parsed arguments to a dict."

@@ -448,6 +448,7 @@ class MLflowTracking(ServiceTracker):
         super().__init__("MLflowTracking", ("log_every_n_steps", log_every_n_steps), hyperparams)
         self.experiment_name, self.run_name, self.tracking_uri = experiment_name, run_name, tracking_uri
         self.tags = dict_of("MLflowTracking", "tags", tags)
+        self._accepted_names: dict[str, str] = {}  # the names that they stand for
 
     def _open(self) -> Any:
         if self._run is not None:
@@ -472,8 +473,10 @@ class MLflowTracking(ServiceTracker):
         return client
 
     def _accepted(self, name: str) -> str:
-        """Return a name without the characters that MLflow refuses."""
+        """Return a name without the characters that MLflow refuses; no two names become one."""
         accepted = _REFUSED.sub("_", name)
+        while self._accepted_names.setdefault(accepted, name) != name:
+            accepted += "_"
         if accepted != name:
             self._warn_once_of(name, f"MLflow does not accept the name {name!r}, so it is sent as {accepted!r}.")
         return accepted

@@ -24,13 +24,14 @@ def copy_loader(loader: Loader, **changes: Any) -> Loader:
 
     The attributes are copied, since a subclass may have computed them from constructor arguments that are not stored.
     ``DataLoader`` forbids setting some attributes later, but only because its constructor has derived other attributes
-    from them. The caller replaces the derived attributes, too.
+    from them. The caller replaces the derived attributes, too. Workers of the copy do not overtake each other, since
+    batches are identified by the order in which they are requested.
     """
     copy = object.__new__(type(loader))
     copy.__dict__.update(loader.__dict__)
     # The user's loader keeps its persistent workers and its counts.
     copy.__dict__.update(_iterator=None, _IterableDataset_len_called=None)
-    copy.__dict__.update(changes)
+    copy.__dict__.update({"in_order": True} if hasattr(loader, "in_order") else {}, **changes)
     if copy.num_workers > 0 and copy.multiprocessing_context is None and _spawned_by_inheritance():
         copy.multiprocessing_context = multiprocessing.get_all_start_methods()[0]
     return copy

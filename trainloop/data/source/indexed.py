@@ -99,8 +99,7 @@ class Indexed(Source):
             scalar=loader.batch_sampler is None and plain is None,
             seeds_workers=shard.seed is not None and loader.num_workers > 0,
         )
-        # Batches are identified by the order in which they were requested.
-        changes: dict[str, Any] = {"in_order": True} if hasattr(loader, "in_order") else {}
+        changes: dict[str, Any] = {}
         if loader.batch_sampler is None:
             changes["sampler"] = self._requested
         else:

@@ -229,6 +229,11 @@ class UserLoader(Source):
         reads_loader = isinstance(loader, DataLoader) and not loaders.iterates_itself(loader)
         if reads_loader and loaders.is_stream(loader) and not loader.persistent_workers:
             self.loader = counting_loader(loader, name)
+        elif not getattr(loader, "in_order", True):  # otherwise, batches would get each other's sizes
+            if reads_loader and not loader.persistent_workers:
+                self.loader = copy_loader(loader)
+            else:
+                self._own_iter = True
         self.position = self._place = InProcess.of(self.loader, name)
         self._copyable = (
             self._place is None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainloop._support.nested import stored_items, with_parts
+from trainloop._support.user_line import warn
 
 _MOST = 1000  # items; a container with more is data
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -50,6 +52,29 @@ def copies_of(module: nn.Module, replica: nn.Module) -> dict[int, nn.Module]:
     """Return the parts of a replica by the ids of the module's parts; those within TorchScript modules are missing."""
     own = dict(replica.named_modules())
     return {id(part): own[path] for path, part in module.named_modules() if path in own}
+
+
+@contextmanager
+def warning_of_own_parts(module: nn.Module) -> Iterator[None]:
+    """Warn if the block, in which replicas run, calls a part of the module itself: what refers to it was not found."""
+    own = {id(part) for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)}
+    called: dict[str, None] = {}
+
+    def see(part: nn.Module, _: Any) -> None:
+        if id(part) in own:
+            called[type(part).__name__] = None
+
+    try:
+        with nn.modules.module.register_module_forward_pre_hook(see):
+            yield
+    finally:
+        if called:
+            warn(
+                f"gpu_mode='dp': a replica calls {', '.join(called)} of the model itself, which a global variable or "
+                "another object refers to, and not its own copy. On GPUs this is an error of torch, and BatchNorm "
+                "counts each part of a batch as one. Reach the model by self in its methods, or by an argument, or use "
+                "gpu_mode='ddp' or 'single'."
+            )
 
 
 def with_copies(value: Any, copies: Mapping[int, nn.Module], made: dict[int, Any]) -> Any:

@@ -371,14 +371,20 @@ def _wrong_loss(loss: Any) -> ConfigurationError:
     )
 
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 def as_rows(value: Any) -> Any:
     """Return predictions whose rows can be joined: lists for generators, packed sequences and nested tensors.
 
     The items of a packed sequence are in the order of its batch. Other sequences and iterators become lists, too.
+    Compressed sparse tensors, which torch can't join, become COO tensors.
     """
     if isinstance(value, PackedSequence):
         return unpack_sequence(value)
     if isinstance(value, Tensor):
+        if value.layout in _COMPRESSED:
+            return value.to_sparse_coo()
         return list(value.unbind()) if value.is_nested else value
     if isinstance(value, Iterator) or (
         isinstance(value, Sequence | KeysView | ValuesView) and not isinstance(value, str | bytes | list | tuple)

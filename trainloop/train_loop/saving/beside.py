@@ -28,7 +28,7 @@ from trainloop.data.loader.loaders import is_stream
 from trainloop.data.loader.parts import has_state
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of
-from trainloop.distributed import gather_object
+from trainloop.distributed import exchange_ints, gather_object
 from trainloop.optim.optimizers import optimizers_of
 from trainloop.optim.parameters import criterion_modules, named_trained_parameters, trained_parameters
 from trainloop.parallel.sharded.shards import bit_sums
@@ -67,15 +67,22 @@ class Beside:
     loop : LoopState
     saved : set of str, optional
         The result of :func:`saved_names`; ``None`` to look only at what does not come back from ranks: the data.
+    of_rank : bool
+        Look only at what comes back with one rank's values: the model and the criterion, with the states of metrics.
     """
 
-    def __init__(self, loop: LoopState, saved: set[str] | None) -> None:
+    def __init__(self, loop: LoopState, saved: set[str] | None, *, of_rank: bool = False) -> None:
+        self._of_rank = of_rank
         self.values: dict[str, int] = {}
         self._kinds: dict[str, Any] = {}  # of those that a training mostly continues from: neither records nor caches
         self._data: set[str] = set()
         self.of_epochs: set[str] = set()
         """Names of whole numbers of objects that have ``set_epoch``."""
         self._seen = {id(one) for one in (loop, loop.model, loop.optimizer, loop.criterion, *loop.callbacks)}
+        if of_rank:
+            self._add_modules(loop, None)
+            self._add_attributes("criterion", loop.criterion)
+            return
         self._add_data(loop.train_loader)
         if saved is not None:
             self._add_modules(loop, saved)
@@ -99,13 +106,7 @@ class Beside:
 
     def about(self, before: Beside) -> str:
         """Return a warning about what has changed since ``before``, if the training mostly depends on it; else ''."""
-        names = [
-            name
-            for name in self.changed_since(before)
-            # A cache often has had no value, or one of another shape.
-            if name in self._kinds and _continues(self._kinds[name], before._kinds.get(name))
-        ]
-        if not names:
+        if not (names := self.continued(before)):
             return ""
         back = ", and it does not come back from ranks" if self._data & {*names} else ""
         return (
@@ -113,26 +114,39 @@ class Beside:
             f"run begins with the value of the script. {_HOW}"
         )
 
+    def continued(self, before: Beside) -> list[str]:
+        """Return the names of the values that have changed since ``before`` and a training mostly continues from.
+
+        A cache often has had no value, or one of another shape. A rank's values may also be other numbers, as sums.
+        """
+        return [
+            name
+            for name in self.changed_since(before)
+            if (_continues(self._kinds[name], before._kinds.get(name)) if name in self._kinds else self._of_rank)
+        ]
+
     def tensors(self) -> dict[str, int]:
         """Return the values that are tensors of modules, which a training mostly uses."""
         return {name: value for name, value in self.values.items() if type(self._kinds.get(name)) is tuple}
 
     def _add(self, path: str, value: Any, kind: Any = None) -> None:
         with suppress(Exception):  # of whatever methods the value's class has
+            if self._of_rank and (as_generator(value) is not None or _is_iterator(value)):  # ranks draw other numbers
+                return
             checksum = _checksum(value)
             if checksum is not None:
                 self.values[path] = checksum
                 if kind is not None:
                     self._kinds[path] = kind
 
-    def _add_modules(self, loop: LoopState, saved: set[str]) -> None:
+    def _add_modules(self, loop: LoopState, saved: set[str] | None) -> None:
         modules = [("", loop.model), *(("criterion", module) for module in criterion_modules(loop.criterion))]
         for _, whole in modules:
             self._seen |= {id(part) for part in (*whole.modules(), *whole.parameters(), *whole.buffers())}
         self._seen |= {id(p) for p in trained_parameters(loop.model, loop.criterion, loop.optimizer)}
         for prefix, whole in modules:
             for name, buffer in whole.named_buffers(prefix):
-                if name not in saved:
+                if saved is not None and name not in saved:
                     self._add(name, buffer, _kind_of_value(buffer))
             for path, part in whole.named_modules(prefix=prefix):
                 if any(map(is_lazy, part.parameters(recurse=False))):  # the first forward sets in_features and others
@@ -176,7 +190,11 @@ class Beside:
         packages = {cls: _package(cls) for cls in type(part).__mro__}
         package = packages[type(part)]
         of_torch = package == "torch" and isinstance(part, nn.Module)  # its public settings: a rate of dropout
-        if (package in _LIBRARIES and not depth and not of_torch) or "torchmetrics" in packages.values():
+        if "torchmetrics" in packages.values():
+            for name, value in getattr(part, "metric_state", {}).items() if self._of_rank else ():
+                self._add(f"{path}.{name}", value, _kind_of_value(value))
+            return
+        if package in _LIBRARIES and (self._of_rank or (not depth and not of_torch)):
             return
         inherited = {name for cls, its in packages.items() if its in _LIBRARIES for name in _names_used(cls)}
         kinds = reversed(type(part).__mro__) if package not in _LIBRARIES else ()
@@ -340,6 +358,25 @@ def warn_of_unlike_tensors(loop: LoopState) -> None:
             f"the tensors {described_names(odd)} differ between ranks, as each rank has created the model for itself. "
             "Register them as buffers, which are sent from rank 0 to all ranks, or call torch.manual_seed before the "
             "model is created. Ignore this if each rank should have its own values."
+        )
+
+
+def warn_of_values_of_ranks(loop: LoopState, before: Beside) -> None:
+    """Warn, on rank 0, about values of the model that ranks have changed differently since ``before``. Collective."""
+    now = Beside(loop, None, of_rank=True)
+    mine = {name: now.values[name] for name in now.continued(before)}
+    sums = exchange_ints([zlib.crc32(repr(mine).encode())])
+    if all(one == sums[0] for one in sums):
+        return
+    everyone = gather_object(mine)
+    known = dict.fromkeys(name for one in everyone for name in one)
+    odd = [name for name in known if len({one.get(name) for one in everyone}) > 1]
+    if odd and loop.is_global_zero:
+        warn_or_print(
+            f"the training has changed the attributes {described_names(odd)} differently on each rank, as each has a "
+            "part of the samples. After fit, your model has the values of one rank only. For a mean over all samples, "
+            "call self.log. Call compute() of a metric of torchmetrics in a hook, where it reads all ranks. Otherwise, "
+            "combine the ranks' values in the model's on_train_end (trainloop.distributed.all_reduce)."
         )
 
 

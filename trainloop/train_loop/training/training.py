@@ -58,7 +58,7 @@ from trainloop.train_loop.run.losses import explain_backward, explain_freed_grap
 from trainloop.train_loop.run.placement import Placement
 from trainloop.train_loop.run.run import STEPS_BETWEEN_FLUSHES, Run
 from trainloop.train_loop.saving import collect, cut_epochs, load
-from trainloop.train_loop.saving.beside import Beside, saved_names, warn_of_unlike_tensors
+from trainloop.train_loop.saving.beside import Beside, saved_names, warn_of_unlike_tensors, warn_of_values_of_ranks
 from trainloop.train_loop.training.advice import Advice
 from trainloop.train_loop.training.consistency import check_same_on_all_ranks, requested_settings, share_refusals
 from trainloop.train_loop.training.gradients import Gradients
@@ -143,6 +143,7 @@ class Training(Run):
         self._held: dict[str, Any] | None = None  # what a checkpoint of the last finished step needs
         self._cut: dict[str, Any] | None = None  # position in the epoch in which the previous fit ended
         self._beside: Beside | None = None  # at the beginning of the first epoch
+        self._of_rank: Beside | None = None
         self._begun: Beside | None = None  # after the hooks there
         self._renewed: set[str] = set()  # of these attributes, what each epoch resets, such as a meter
         self._changed_first: dict[str, int] = {}  # by the first epoch
@@ -431,6 +432,8 @@ class Training(Run):
             if loop.end_auto_eval and loop.test_loader is not None:
                 self.evaluate(loop.test_loader, "test_loader", "test", losses_into_history=True)
             self._call_in_turn("on_train_end")
+            if self._of_rank is not None:
+                warn_of_values_of_ranks(loop, self._of_rank)
             loop.history.end_row()
             self.finished = True
             for saver in self.savers if has_work_at_end(loop) else ():
@@ -506,6 +509,7 @@ class Training(Run):
         if self._beside is None and (self.parallel or self._writes()):
             self._saved = saved_names(loop) if self._writes() else None
             self._beside = Beside(loop, self._saved)
+            self._of_rank = Beside(loop, None, of_rank=True) if self.parallel else None
         # In ranks, the cut has each rank's state. A hook resets it, but this epoch continues.
         carried = None if self.parallel or self._cut is None else copy.deepcopy(carried_state_of(loop.model))
         if self.skip_steps == 0:
