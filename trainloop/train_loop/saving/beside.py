@@ -153,7 +153,8 @@ class Beside:
                     continue
                 saves = type(part).get_extra_state is not nn.Module.get_extra_state  # all or a part of its attributes
                 # Weights that torch's spectral_norm, weight_norm and prune compute of their parameters in each forward.
-                computed = {name.removesuffix("_orig").removesuffix("_v") for name in part._parameters}
+                own = [name for name, _ in part.named_parameters(recurse=False)]
+                computed = {name.removesuffix("_orig").removesuffix("_v") for name in own}
                 self._add_attributes(path, part, without={"training", *names_of(part), *computed}, only_lost=saves)
                 for hook in forward_hooks_of(part):
                     self._add_attributes(f"{path}.{type(hook).__name__}".lstrip("."), hook)
