@@ -136,8 +136,13 @@ class Pickler(cloudpickle.Pickler):
             if context is not None:
                 return reduce_compiled_function(obj, context)
             return _with_shared_cells(obj, reduced) if obj.__closure__ else reduced
-        if isinstance(obj, type) and isinstance(reduced, tuple) and "__slots__" in vars(obj):
-            return _with_slots(obj, reduced)
+        if isinstance(obj, type) and isinstance(reduced, tuple):
+            # A renamed class of C++, as torch.nn.attention.SDPBackend, is not found by its qualified name.
+            is_renamed = obj.__qualname__ != obj.__name__ and "." not in obj.__qualname__
+            if is_renamed and (named := _reduce_by_name(self, obj)) is not NotImplemented:
+                return named
+            if "__slots__" in vars(obj):
+                return _with_slots(obj, reduced)
         return reduced
 
     def _reduce_cached(self, function: Any) -> Any:

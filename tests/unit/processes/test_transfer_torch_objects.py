@@ -43,6 +43,7 @@ NAMED: dict[str, Callable[[], Any]] = {
     "quantized": lambda: torch.backends.quantized,
     "opt_einsum": lambda: torch.backends.opt_einsum,
     "torch.ops": lambda: torch.ops,
+    "class with another qualified name": lambda: torch.nn.attention.SDPBackend,
     "namespace of operators": lambda: torch.ops.aten,
     "operator": lambda: torch.ops.aten.add,
     "overload": lambda: torch.ops.aten.add.Tensor,
