@@ -227,7 +227,7 @@ def explain_no_closure(error: Exception, optimizer: Optimizer) -> None:
     if kind.__module__.startswith("torch.") or "closure" not in inspect.signature(kind.step).parameters:
         return
     said = re.search("closure|'NoneType' object is not callable", str(error), re.IGNORECASE)
-    if said or isinstance(error, AssertionError):  # which often has no text
+    if said or (isinstance(error, AssertionError) and not str(error)):  # assert closure is not None
         name = kind.__name__
         raise ConfigurationError(
             f"{name}.step failed without a closure ({type(error).__name__}: {error}). If it needs one, as SAM does, "
