@@ -160,7 +160,7 @@ def with_sum_of_parts(values: StepValues, options: Mapping[str, Sequence[Options
 def _are_results(options: Options, steps: Any, values: Any, weights: Any) -> bool:
     """Return True if there is one value for each step, so that no reduction is needed: the usual case of one rank."""
     ascend = len(steps) < 2 or (steps[1:] > steps[:-1]).all()  # of an epoch of one step, there is one
-    return bool(ascend and (options.reduce != "mean" or weights.min() > 0))
+    return bool(ascend and (options.reduce != "mean" or (weights > 0).all()))
 
 
 def _reduced_in_steps(

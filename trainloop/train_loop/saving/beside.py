@@ -6,7 +6,7 @@ import functools
 import os
 import zlib
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from io import IOBase
 from itertools import islice
@@ -54,6 +54,13 @@ def forward_hooks_of(module: nn.Module) -> list[Any]:
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
+def _computed_weights(module: nn.Module) -> list[str]:
+    """Return the names of weights that torch's spectral_norm, weight_norm and prune compute in each forward."""
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    tensors = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
+    return [name for name in tensors if f"{name}_orig" in own or {f"{name}_g", f"{name}_v"} <= own]
+
+
 class Beside:
     """Checksums of attributes that checkpoints do not contain, as they are now, by path.
 
@@ -81,7 +88,6 @@ class Beside:
         self._seen = {id(one) for one in (loop, loop.model, loop.optimizer, loop.criterion, *loop.callbacks)}
         if of_rank:
             self._add_modules(loop, None)
-            self._add_attributes("criterion", loop.criterion)
             return
         self._add_data(loop.train_loader)
         if saved is not None:
@@ -152,12 +158,12 @@ class Beside:
                 if any(map(is_lazy, part.parameters(recurse=False))):  # the first forward sets in_features and others
                     continue
                 saves = type(part).get_extra_state is not nn.Module.get_extra_state  # all or a part of its attributes
-                # Weights that torch's spectral_norm, weight_norm and prune compute of their parameters in each forward.
-                own = [name for name, _ in part.named_parameters(recurse=False)]
-                computed = {name.removesuffix("_orig").removesuffix("_v") for name in own}
-                self._add_attributes(path, part, without={"training", *names_of(part), *computed}, only_lost=saves)
+                without = {"training", *names_of(part), *_computed_weights(part)}
+                self._add_attributes(path, part, without=without, only_lost=saves)
                 for hook in forward_hooks_of(part):
                     self._add_attributes(f"{path}.{type(hook).__name__}".lstrip("."), hook)
+        if not isinstance(loop.criterion, nn.Module):
+            self._add_attributes("criterion", loop.criterion)
 
     def _add_others(self, loop: LoopState) -> None:
         settings = {name: getattr(loop, name) for name in _SETTINGS}
@@ -165,8 +171,6 @@ class Beside:
         criterion = getattr(loop.criterion, "__name__", type(loop.criterion).__name__)
         for name, value in {**settings, "criterion": criterion, **added_attributes(loop)}.items():
             self._add(f"tl.{name}", value)
-        if not isinstance(loop.criterion, nn.Module):
-            self._add_attributes("criterion", loop.criterion)
         for i, optimizer in enumerate(optimizers := optimizers_of(loop.optimizer)):
             if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
                 name = "optimizer" if len(optimizers) == 1 else f"optimizer {i}"
@@ -352,8 +356,7 @@ def warn_of_unlike_tensors(loop: LoopState) -> None:
     """
     everyone = gather_object(Beside(loop, saved_names(loop)).tensors())
     sent = {name for name, _ in named_trained_parameters(loop.model, loop.criterion, loop.optimizer)}
-    known = dict.fromkeys(name for one in everyone for name in one if name not in sent)
-    odd = [name for name in known if len({one.get(name) for one in everyone}) > 1]
+    odd = [name for name in _unlike(everyone) if name not in sent]
     if odd and loop.is_global_zero:
         warn_or_print(
             f"the tensors {described_names(odd)} differ between ranks, as each rank has created the model for itself. "
@@ -369,9 +372,7 @@ def warn_of_values_of_ranks(loop: LoopState, before: Beside) -> None:
     sums = exchange_ints([zlib.crc32(repr(mine).encode())])
     if all(one == sums[0] for one in sums):
         return
-    everyone = gather_object(mine)
-    known = dict.fromkeys(name for one in everyone for name in one)
-    odd = [name for name in known if len({one.get(name) for one in everyone}) > 1]
+    odd = _unlike(gather_object(mine))
     if odd and loop.is_global_zero:
         warn_or_print(
             f"the training has changed the attributes {described_names(odd)} differently on each rank, as each has a "
@@ -379,6 +380,12 @@ def warn_of_values_of_ranks(loop: LoopState, before: Beside) -> None:
             "call self.log. Call compute() of a metric of torchmetrics in a hook, where it reads all ranks. Otherwise, "
             "combine the ranks' values in the model's on_train_end (trainloop.distributed.all_reduce)."
         )
+
+
+def _unlike(everyone: Sequence[dict[str, int]]) -> list[str]:
+    """Return the names that have different values on ranks, or none on some."""
+    known = dict.fromkeys(name for one in everyone for name in one)
+    return [name for name in known if len({one.get(name) for one in everyone}) > 1]
 
 
 def _kind_of_value(value: Any) -> Any:
