@@ -594,6 +594,22 @@ def test_what_layers_of_torch_compute_of_saved_values_is_not_named(tmp_path: Pat
     assert not [one for one in warnings_of(fit) if "Checkpoints do not contain this" in one]
 
 
+def test_a_count_beside_a_parameter_whose_name_has_only_a_suffix_more_is_named(tmp_path: Path) -> None:
+    class Counts(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.w_v = 0, nn.Parameter(torch.zeros(3))
+
+        def get_loss(self, batch: Any, criterion: Any, device: Any) -> Any:
+            self.w += 1
+            return super().get_loss(batch, criterion, device) + 0 * self.w_v.sum()
+
+    def fit() -> None:
+        make_loop(Counts()).fit(num_epochs=1, callbacks=[saved(tmp_path)])
+
+    assert [one for one in warnings_of(fit) if "the training changes w. Checkpoints do not contain this" in one]
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("error")
 def test_metrics_of_the_user_are_not_named(tmp_path: Path) -> None:
