@@ -79,7 +79,7 @@ def ema(r: random.Random) -> ExponentialMovingAverage:
         r.choice([0, 2]),
         evaluate=r.random() < 0.5,
         apply_on_train_end=r.random() < 0.7,
-        warmup=r.choice([False, True, 2.0]),
+        warmup=r.choice([False, True, 0.75]),
         start_from=r.choice(["first", "initial"]),
     )
 
