@@ -588,6 +588,15 @@ def test_an_abort_in_a_collective_names_the_usual_cause() -> None:
     assert "passed different shapes" not in hint(record(1, 0, type=None, exitcode=-6), ["File main.py"])
 
 
+@pytest.mark.parametrize("level", ["DETAIL", "INFO"])
+def test_a_crash_of_torch_at_its_highest_level_of_debugging_names_the_variable(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+    advice = hint(record(1, 0, type=None, exitcode=-11))
+    assert ("TORCH_DISTRIBUTED_DEBUG=DETAIL" in advice) == (level == "DETAIL")
+
+
 def test_the_text_of_exit_codes() -> None:
     assert [failures.exit_text(code) for code in (None, 0, 3, -9, -64, -200)] == [
         "no exit code",

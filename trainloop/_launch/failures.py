@@ -224,8 +224,12 @@ _HOST_MEMORY = (
 
 _OTHER_COLLECTIVES = (
     "ranks called different collectives, or passed different shapes. Every rank must make the same calls in the "
-    "same order (TORCH_DISTRIBUTED_DEBUG=DETAIL shows the calls). For different shapes, as with an uneven last "
-    "batch, use trainloop.distributed.all_gather(value, concat=True)."
+    "same order. For different shapes, as with an uneven last batch, use "
+    "trainloop.distributed.all_gather(value, concat=True)."
+)
+_DETAIL = (
+    "With TORCH_DISTRIBUTED_DEBUG=DETAIL, which is set, torch's own DistributedDataParallel crashes (at least torch "
+    "2.13 to 2.15 with Gloo): set INFO, or leave it out."
 )
 # Advice by patterns in the traceback or message; the first match wins.
 _HINTS = [
@@ -346,6 +350,8 @@ def hint(failure: Failure, stacks: Collection[str] = ()) -> str:
             return _MORE_SHARED_MEMORY
         if ended_by in ("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL"):
             crashed = "native code crashed. The Python stacks at that moment are below, if they could be written."
+            if ended_by == "SIGSEGV" and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+                return f"{crashed} {_DETAIL}"
             # Gloo aborts the process if another rank sends something else than this one expects.
             if ended_by == "SIGABRT" and in_unit:
                 return f"{crashed} {_SAME_UNITS}"
