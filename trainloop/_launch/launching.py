@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import multiprocessing
 import os
 import sys
 import threading
@@ -265,11 +264,6 @@ def _check_caller() -> None:
         raise ConfigurationError(
             "a rank can't start other ranks. Inside a rank, call fit() with gpu_mode='single'. If a module that the "
             "rank imports makes this call, put the call inside an `if __name__ == '__main__':` block."
-        )
-    if multiprocessing.current_process().daemon:
-        raise ConfigurationError(
-            "this process is a daemon (a worker of a pool or of a DataLoader), which can't start processes. Call "
-            "fit() with gpu_mode='single', or from the main process."
         )
     if kept_here() is None:
         _check_folder()

@@ -236,10 +236,9 @@ def _forked(calls: Sequence[Call], modules: Sequence[str], changes: Mapping[str,
                 report, sender = context.Pipe(duplex=False)
                 undo.callback(report.close)
                 reports.append(report)
-                with sender:
+                with sender, _process_lock, _importing_as_here(), _children_allowed():
                     process = context.Process(target=_take_over, args=(caller, sender, target, arguments))
-                    with _process_lock, _importing_as_here():
-                        process.start()
+                    process.start()
                 processes.append(process)
             changed = {name for report in reports for name in report.recv()}
             if _NOT_OWN in changed:
@@ -259,7 +258,8 @@ def spawned(calls: Sequence[Call], environment: Mapping[str, str] | None = None)
         resource_tracker.ensure_running()  # the tracker outlives these processes, so it must not get their environment
     processes: list[BaseProcess] = []
     blocked = signals_blocked(signal_numbers())  # a process unblocks them once it handles them
-    with _process_lock, _variables_set({**_hash_seed(), **(environment or {})}), blocked, _importing_as_here():
+    variables = _variables_set({**_hash_seed(), **(environment or {})})
+    with _process_lock, variables, blocked, _importing_as_here(), _children_allowed():
         try:
             for target, arguments in calls:
                 process = context.Process(target=target, args=arguments)
@@ -269,6 +269,23 @@ def spawned(calls: Sequence[Call], environment: Mapping[str, str] | None = None)
             _kill(processes)
             raise
     return processes
+
+
+@contextlib.contextmanager
+def _children_allowed() -> Iterator[None]:
+    """Let a daemon, such as a worker of a pool, start processes that are no daemons.
+
+    ``multiprocessing`` forbids it, since a daemon that is ended would leave them; these here end with their parent.
+    """
+    process = multiprocessing.current_process()
+    if not process.daemon:
+        yield
+        return
+    process.daemon = False
+    try:
+        yield
+    finally:
+        process.daemon = True
 
 
 def _kill(processes: Sequence[BaseProcess]) -> None:

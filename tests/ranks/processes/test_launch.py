@@ -156,10 +156,16 @@ def test_ranks_start_no_ranks() -> None:
         launch(nested, ranks_per_node=1)
 
 
-def test_daemons_start_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
-    with pytest.raises(ConfigurationError, match="this process is a daemon"):
-        launch(one_fact, ranks_per_node=1)
+def is_daemon(stop: StopAgreement | None) -> bool:
+    return multiprocessing.current_process().daemon
+
+
+@pytest.mark.long(but=1)
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_daemon_starts_ranks_that_are_none(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "daemon", True)
+    assert launch(is_daemon, ranks_per_node=1, start_method=method) is False  # type: ignore[arg-type]
+    assert is_daemon(None)
 
 
 def resources_in_use() -> tuple[int, int, int]:
