@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, reduction, resource_tracker, util
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import AuthenticationString, BaseProcess  # type: ignore[attr-defined]
 from typing import Any
 
 from trainloop._support.platform import (
@@ -276,16 +276,15 @@ def _children_allowed() -> Iterator[None]:
     """Let a daemon, such as a worker of a pool, start processes that are no daemons.
 
     ``multiprocessing`` forbids it, since a daemon that is ended would leave them; these here end with their parent.
+    In a worker of Celery, the key for connections is an object of its library, which can't be sent.
     """
-    process = multiprocessing.current_process()
-    if not process.daemon:
-        yield
-        return
-    process.daemon = False
+    config = process_config()
+    daemon, key = config.get("daemon", False), config["authkey"]
+    config.update(daemon=False, authkey=AuthenticationString(key))
     try:
         yield
     finally:
-        process.daemon = True
+        config.update(daemon=daemon, authkey=key)
 
 
 def _kill(processes: Sequence[BaseProcess]) -> None:

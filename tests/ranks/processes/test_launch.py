@@ -156,6 +156,13 @@ def test_ranks_start_no_ranks() -> None:
         launch(nested, ranks_per_node=1)
 
 
+class OtherKey(bytes):
+    """A key of another library's processes, such as Celery's: it can't be sent."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError
+
+
 def is_daemon(stop: StopAgreement | None) -> bool:
     return multiprocessing.current_process().daemon
 
@@ -163,9 +170,12 @@ def is_daemon(stop: StopAgreement | None) -> bool:
 @pytest.mark.long(but=1)
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_daemon_starts_ranks_that_are_none(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = OtherKey(multiprocessing.current_process().authkey)
     monkeypatch.setattr(multiprocessing.current_process(), "daemon", True)
+    monkeypatch.setitem(multiprocessing.current_process()._config, "authkey", key)  # type: ignore[attr-defined]
     assert launch(is_daemon, ranks_per_node=1, start_method=method) is False  # type: ignore[arg-type]
     assert is_daemon(None)
+    assert multiprocessing.current_process().authkey is key
 
 
 def resources_in_use() -> tuple[int, int, int]:
