@@ -540,6 +540,8 @@ HINTS = {
     "RuntimeError: Expected to mark a variable ready only once.": "use_reentrant=False",
     "RuntimeError: Expected sparse gradient to be defined.": "sparse=False",
     "RuntimeError: Expected variable to have sparse gradient.": "a penalty on its weights",
+    "OSError: x\n  sl = _multiprocessing.SemLock(\nOSError: [Errno 28] No space left on device": "/dev/shm must",
+    "RuntimeError: gloo/transport/tcp/device.cc:84] Unable to find address for: lo": "ip link set lo up",
     "RuntimeError: op.preamble.length <= op.nbytes. 20 vs 12": "different collectives",
     "RuntimeError: torch/distributed/distributed_c10d.py: pair.cc: Connection reset by peer": "concat=True",
 }

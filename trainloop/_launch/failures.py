@@ -234,6 +234,15 @@ _DETAIL = (
 # Advice by patterns in the traceback or message; the first match wins.
 _HINTS = [
     (_OUT_OF_SHARED_MEMORY, _MORE_SHARED_MEMORY),
+    (
+        r"SemLock[\s\S]*OSError: \[Errno",
+        "a semaphore, as DataLoader workers need it, could not be created: /dev/shm must be writable and have free "
+        "space (docker run --shm-size=8g). Or use num_workers=0.",
+    ),
+    (
+        r"unable to find address for: lo\b",
+        "the loopback interface has no address, as in a network namespace of its own: ip link set lo up.",
+    ),
     (_GPU_MEMORY, "the GPU's memory ran out: use a smaller batch_size with grad_accumulation, or use_amp."),
     (
         _HOST_MEMORY,
