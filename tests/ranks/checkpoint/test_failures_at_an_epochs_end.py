@@ -95,6 +95,45 @@ def test_the_checkpoint_has_the_last_step(fails: AbstractCallback | None, tmp_pa
     assert state_of(resumed) == state_of(whole)
 
 
+class Swaps(AbstractCallback):
+    """Evaluates other weights; with ``.data``, which a tensor's version does not count."""
+
+    def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
+        self.swap(0.5)
+
+    def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
+        self.swap(2.0)
+
+    def swap(self, factor: float) -> None:
+        for p in self.train_loop_obj.model.parameters():
+            p.data *= factor
+
+
+class Shrinks(AbstractCallback):
+    def on_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.train_loop_obj.model.fc.weight *= 0.5
+
+
+@pytest.mark.filterwarnings("ignore:the training changes epoch")
+@pytest.mark.parametrize(
+    ("changes", "fails", "names"),
+    [(Swaps, None, "fc.weight, fc.bias"), (Shrinks, Fails(), "fc.weight")],
+    ids=["evaluation", "hook"],
+)
+def test_no_checkpoint_has_weights_that_were_changed_after_the_step(
+    changes: Any, fails: AbstractCallback | None, names: str, tmp_path: Path
+) -> None:
+    """The resumed run would change them again, or train on from other weights."""
+    whole, failed, resumed = loop_of(), loop_of(broken=fails is None), loop_of()
+    whole.fit(num_epochs=2, callbacks=[changes("changes")])
+    callbacks = [changes("changes"), ModelCheckpoint(tmp_path), *([fails] if fails else [])]
+    with pytest.raises(ValueError, match="broken"), pytest.warns(UserWarning, match=f"has changed {names}, so that"):
+        failed.fit(num_epochs=2, callbacks=callbacks)
+    resumed.fit(num_epochs=2, callbacks=[changes("changes"), ModelCheckpoint(tmp_path)], resume_from="last")
+    assert state_of(resumed) == state_of(whole)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [None, 0, 1])
 def test_the_weights_come_back_from_ranks(rank: int | None, tmp_path: Path) -> None:
