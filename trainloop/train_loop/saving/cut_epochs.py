@@ -143,6 +143,7 @@ def held_state(run: TrainingRun, held: dict[str, Any]) -> dict[str, Any] | None:
         values.update({name: values[name][:number] for name, number in held["values"].items()})
         for name in values.keys() - held["values"].keys():
             del values[name]
+    state["history"]["row"] = None
     return _with_states(state, {**held, "ranks": state["ranks"]})
 
 
