@@ -178,13 +178,14 @@ def explain_backward(loss: Any, error: Exception) -> None:
 
 
 def explain_freed_graph(error: Exception) -> None:
-    """Called after an error of backward: raise an error about ``get_loss`` if its graph contains an earlier batch's."""
+    """Called after an error of backward: raise an error about ``get_loss`` if its graph was freed by an earlier one."""
     if "a second time" in str(error):
         raise ConfigurationError(
             "the loss depends on the graph of an earlier batch, which has been freed: each batch has its own backward "
             "pass, also with grad_accumulation. If an attribute keeps a tensor from batch to batch, such as a hidden "
             "state, detach() it at the end of get_loss. To differentiate through several batches, let the loader yield "
-            f"them as one. torch says: {error}"
+            "them as one. (Or get_loss itself has called backward() of a loss that it returns: the loop does this.) "
+            f"torch says: {error}"
         ) from error
 
 
