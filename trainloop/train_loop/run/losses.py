@@ -152,8 +152,8 @@ _NEEDS_GRADIENTS = (
 )
 _HAS_GRAPH = (
     "This was in the first batch of an evaluation, which has a graph if the criterion has reduction='sum': the graph "
-    "shows if get_loss_eval divides the sum. Declare it in the model's class (loss_reduction = 'sum' or, if get_loss and "
-    "get_loss_eval divide the criterion's sum, 'mean'): then evaluations have no graph. Or call detach()."
+    "shows if get_loss_eval divides the sum. Declare it in the model's class (loss_reduction = 'sum' or, if get_loss "
+    "and get_loss_eval divide the criterion's sum, 'mean'): then evaluations have no graph. Or call detach()."
 )
 
 
