@@ -41,7 +41,7 @@ class History(Mapping[str, list[float]]):
         self._unagreed: dict[str, list[int]] = {}
         """Indices of per-rank values that have not been averaged over ranks yet, by metric. Only the loop sets them."""
         self._row: dict[str, Any] | None = None
-        """The values of the end of an epoch that the end of ``fit`` has cut: between two lengths of each metric."""
+        """The values of the last epoch's end: between two lengths of each metric."""
 
     def __getitem__(self, name: str) -> list[float]:
         try:
@@ -167,11 +167,11 @@ class History(Mapping[str, list[float]]):
             epochs.append(epoch)
 
     def begin_row(self, epoch: int, *, cut: bool) -> None:
-        """Begin the values of an epoch's end. If an earlier ``fit`` has cut the epoch, they replace those of its end.
+        """Begin the values of an epoch's end. They replace those of an earlier end of this epoch.
 
-        ``cut`` is True if this ``fit`` cuts the epoch.
+        That is the end of a ``fit`` that has cut the epoch, or one that has failed. With ``cut``, this ``fit`` cuts it.
         """
-        before, self._row = self._row, None
+        before = self._row
         if before is not None and before["epoch"] == epoch:
             for name, end in (before["ends"] or self.lengths()).items():
                 begin = before["begins"].get(name, 0)
@@ -179,13 +179,12 @@ class History(Mapping[str, list[float]]):
                 own = self._unagreed.get(name, ())
                 if own:
                     self._unagreed[name] = [i - (end - begin) if i >= end else i for i in own]
-                if not self._values[name]:  # only the cut epoch had values
+                if not self._values[name]:  # only this epoch had values
                     del self._values[name], self._epochs[name]
-        if cut:
-            self._row = {"epoch": epoch, "begins": self.lengths(), "ends": None}
+        self._row = {"epoch": epoch, "begins": self.lengths(), "ends": None, "cut": cut}
 
     def end_row(self) -> None:
-        """End the values of a cut epoch's end. Values that are added after ``fit`` stay if the epoch continues."""
+        """End the values of an epoch's end. Values that are added after ``fit`` stay if the epoch continues."""
         if self._row is not None and self._row["ends"] is None:
             self._row["ends"] = self.lengths()
 
@@ -240,7 +239,8 @@ class History(Mapping[str, list[float]]):
             "epochs": {name: list(epochs) for name, epochs in self._epochs.items()},
             "step_indices": {name: _as_tensor(a, torch.int64) for name, a in self._step_indices.items()},
             "step_values": {name: _as_tensor(a, torch.float64) for name, a in self._step_values.items()},
-            "row": self._row,
+            # Those of older checkpoints are all of cut epochs.
+            "row": self._row if self._row is not None and self._row.get("cut", True) else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

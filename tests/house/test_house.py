@@ -197,6 +197,7 @@ DOCUMENTED = set("_make _replace _asdict _fields _exit _getframe _current_frames
 DOCUMENTED |= {"_values", "_indices", "_nnz"}  # of sparse tensors
 # What a node of autograd's graph has saved: torch's notes on "Autograd mechanics".
 DOCUMENTED |= set("_saved_ignore_index _saved_reduction _saved_target _saved_total_weight _saved_weight".split())
+DOCUMENTED.add("_raw_saved_total_weight")
 
 # Files that use private names of torch, the standard library and others. Each is to stand in one place, with the
 # reason and with what happens when it goes away; another name, or another file, needs its row here.

@@ -218,8 +218,10 @@ _FACTORS = ("MulBackward0", "DivBackward0", "NegBackward0")
 _MEAN, _SUM = 1, 2  # torch's numbers for reduction='mean' and 'sum'
 
 
-def divisor_of(loss: Tensor) -> Tensor | float | None:
+def divisor_of(loss: Tensor, *, new: bool = False) -> Tensor | float | None:
     """Return the sum of the weights of the targets that a loss was divided by; ``None`` for any other loss.
+
+    With ``new``, for a loss that was just computed, it is also ``None`` if the graph contains it behind hooks.
 
     The result is a number on the CPU, and a 0-d tensor on other devices, since reading it would wait for the device.
     """
@@ -235,6 +237,8 @@ def divisor_of(loss: Tensor) -> Tensor | float | None:
         node = _smoothed(node)
     if node is None or type(node).__name__ not in _NODES or node._saved_reduction != _MEAN:
         return None
+    if new and _has_hooks(node._raw_saved_total_weight):
+        return None
     try:
         total: Tensor = node._saved_total_weight
         if total.element_size() <= 2:  # in 16 bits a count above 256 or 2048 is rounded
@@ -242,6 +246,22 @@ def divisor_of(loss: Tensor) -> Tensor | float | None:
     except RuntimeError:  # the graph was freed: backward will raise
         return None
     return total.item() if total.is_cpu else total
+
+
+def _has_hooks(saved: Any) -> bool:
+    """Return True if hooks unpack a tensor that autograd has saved; those of a checkpoint run its forward again.
+
+    Torch allows one pair of hooks for each tensor, so a second call for the same tensor returns True.
+    """
+    try:
+        saved.register_hooks(_unchanged, _unchanged)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _smoothed(node: Any) -> Any:
@@ -291,7 +311,7 @@ def _attach(loss: Tensor, target: Tensor, weight: Tensor | None, ignore_index: i
     """
     try:
         # While torch.compile traces, a tensor has no __dict__ to read.
-        divisor = None if torch.compiler.is_compiling() else divisor_of(loss)
+        divisor = None if torch.compiler.is_compiling() else divisor_of(loss, new=True)
         if divisor is None:
             divisor = _divisor(target, weight, ignore_index)
             attach_divisor(loss, divisor)

@@ -33,9 +33,9 @@ class Evaluates(Net):
 
 
 class Fails(AbstractCallback):
-    def __init__(self, rank: int = 0, hook: str = "on_epoch_end") -> None:
+    def __init__(self, rank: int = 0, hook: str = "on_epoch_end", first: int = 1) -> None:
         super().__init__("fails", execution_order=200)  # after the schedule
-        self.failing, self.hook = rank, hook
+        self.failing, self.hook, self.first = rank, hook, first
 
     def on_epoch_end(self) -> None:
         if self.hook == "on_epoch_end":
@@ -46,7 +46,7 @@ class Fails(AbstractCallback):
 
     def fail(self) -> None:
         loop = self.train_loop_obj
-        if loop.epoch >= 1 and loop.rank == self.failing:
+        if loop.epoch >= self.first and loop.rank == self.failing:
             raise ValueError("broken callback")
 
 
@@ -92,6 +92,65 @@ def test_the_checkpoint_has_the_last_step(fails: AbstractCallback | None, tmp_pa
     if fails is None or fails.hook == "on_epoch_end":  # type: ignore[attr-defined]
         assert "step=00000014" in " ".join(getattr(caught.value, "__notes__", ["step=00000014"]))
     resumed.fit(num_epochs=2, callbacks=callbacks(), resume_from="last")
+    assert state_of(resumed) == state_of(whole)
+
+
+class Swaps(AbstractCallback):
+    """Evaluates other weights; with ``.data``, which a tensor's version does not count."""
+
+    def on_evaluation_begin(self, dataset_info: dict[str, Any]) -> None:
+        self.swap(0.5)
+
+    def on_evaluation_end(self, dataset_info: dict[str, Any]) -> None:
+        self.swap(2.0)
+
+    def swap(self, factor: float) -> None:
+        for p in self.train_loop_obj.model.parameters():
+            p.data *= factor
+
+
+class Shrinks(AbstractCallback):
+    def on_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.train_loop_obj.model.fc.weight *= 0.5
+
+
+@pytest.mark.filterwarnings("ignore:the training changes epoch")
+@pytest.mark.parametrize(
+    ("changes", "fails", "names"),
+    [(Swaps, None, "fc.weight, fc.bias"), (Shrinks, Fails(), "fc.weight")],
+    ids=["evaluation", "hook"],
+)
+def test_no_checkpoint_has_weights_that_were_changed_after_the_step(
+    changes: Any, fails: AbstractCallback | None, names: str, tmp_path: Path
+) -> None:
+    """The resumed run would change them again, or train on from other weights."""
+    whole, failed, resumed = loop_of(), loop_of(broken=fails is None), loop_of()
+    whole.fit(num_epochs=2, callbacks=[changes("changes")])
+    callbacks = [changes("changes"), ModelCheckpoint(tmp_path), *([fails] if fails else [])]
+    with pytest.raises(ValueError, match="broken"), pytest.warns(UserWarning, match=f"has changed {names}, so that"):
+        failed.fit(num_epochs=2, callbacks=callbacks)
+    resumed.fit(num_epochs=2, callbacks=[changes("changes"), ModelCheckpoint(tmp_path)], resume_from="last")
+    assert state_of(resumed) == state_of(whole)
+
+
+def test_another_fit_replaces_the_values_of_the_end_that_failed() -> None:
+    tl, inserts = loop_of(), Inserts("inserts")
+    with pytest.raises(ValueError, match="broken"):
+        tl.fit(num_epochs=2, callbacks=[inserts, Fails()])
+    assert tl.history.epochs("at_end") == tl.history.epochs("val_loss") == [0, 1]
+    tl.fit(num_epochs=1, callbacks=[inserts])
+    assert tl.history.epochs("at_end") == tl.history.epochs("val_loss") == [0, 1]
+    assert tl.history["at_end"][-1] == tl.global_step == 21
+
+
+def test_a_run_resumes_whose_first_end_of_an_epoch_failed(tmp_path: Path) -> None:
+    """The metric that the callback adds there is not in the checkpoint."""
+    whole, failed, resumed = loop_of(), loop_of(), loop_of()
+    whole.fit(num_epochs=2, callbacks=[Inserts("inserts")])
+    with pytest.raises(ValueError, match="broken"):
+        failed.fit(num_epochs=2, callbacks=[Inserts("inserts"), Fails(first=0), ModelCheckpoint(tmp_path)])
+    resumed.fit(num_epochs=2, callbacks=[Inserts("inserts"), ModelCheckpoint(tmp_path)], resume_from="last")
     assert state_of(resumed) == state_of(whole)
 
 

@@ -44,6 +44,13 @@ class CarriesOver(Net):
         return self.total
 
 
+class CallsBackward(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        loss = super().get_loss(batch_data, criterion, device)
+        loss.backward()
+        return loss
+
+
 class MadePairs(Net):
     """Returns two where three belong."""
 
@@ -169,6 +176,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: fit({"model": CarriesOver()}),
         ["graph of an earlier batch", "detach() it"],
     ),
+    "backward in get_loss": (lambda: fit({"model": CallsBackward()}), ["get_loss itself has called backward()"]),
     "a loss without a graph": (lambda: fit({"model": Detached()}), ["get_loss", ".detach()"]),
     "fewer predictions than targets": (
         lambda: make(model=Short()).predict_with_model(DataLoader(make_data(), batch_size=16)),

@@ -32,6 +32,27 @@ class OnePrediction(Net):
         return self(batch_data[0])[:1], batch_data[1], {}
 
 
+class Numpy(Net):
+    """Right without gradients, as in an evaluation."""
+
+    loss_reduction: str | None = None
+
+    def get_loss_eval(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        self(batch_data[0]).numpy()
+        return super().get_loss_eval(batch_data, criterion, device)
+
+
+def test_the_error_of_a_batch_with_a_graph_says_how_to_do_without() -> None:
+    criterion = torch.nn.CrossEntropyLoss(reduction="sum")
+    loop = make_loop(Numpy())
+    loop.fit(1)
+    loop.criterion = criterion
+    with pytest.raises(RuntimeError, match=r"numpy\(\).*loss_reduction = 'sum'"):
+        loop.evaluate(loop.validation_loader)
+    loop.model.loss_reduction = "sum"
+    assert loop.evaluate(loop.validation_loader)["loss"] > 0
+
+
 @pytest.mark.parametrize(
     "kind, message",
     [

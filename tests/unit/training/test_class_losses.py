@@ -15,6 +15,7 @@ from kit.sharded_models import needs_fsdp_on_cpu
 from torch import nn, optim
 from torch.nn import functional
 from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from trainloop import AbstractCallback, MultiLoss, TrainLoop, TTModel
@@ -98,6 +99,56 @@ def test_one_process_is_bit_identical_to_a_hand_written_loop() -> None:
             optimizer.zero_grad()
     assert all(torch.equal(mine, other) for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert not criterion._forward_hooks
+
+
+class Hooked(Classifier):
+    """Its loss is computed where autograd's saved tensors have hooks: in a checkpoint, or with those that free them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.where, self.norm, self.calls = kind, nn.BatchNorm1d(6), 0
+
+    def loss(self, x: Any, y: Any) -> Any:
+        self.calls += 1
+        scores = self(self.norm(x))
+        if self.where == "smoothed":
+            return functional.cross_entropy(scores, y, CLASS_WEIGHTS, label_smoothing=0.1) / 2
+        return functional.cross_entropy(scores, y, CLASS_WEIGHTS) * torch.tensor(0.7)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        if self.where != "freed":
+            return checkpoint(self.loss, *batch_data, use_reentrant=False)
+
+        def unpack(held: list[torch.Tensor]) -> torch.Tensor:
+            return held.pop()  # as a library that brings activations back to the GPU: once
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: [tensor], unpack):
+            return self.loss(*batch_data)
+
+
+@pytest.mark.parametrize("kind", ["product", "smoothed", "freed"])
+def test_saved_tensors_with_hooks_are_not_read(kind: str) -> None:
+    """A checkpoint would run its forward again, and change BatchNorm's statistics once more than without the loop."""
+    torch.manual_seed(0)
+    ours, loader = Hooked(kind).double(), DataLoader(samples(37), 7)
+    theirs = copy.deepcopy(ours)
+    optimizer = optim.SGD(ours.parameters(), lr=0.2)
+    tl = TrainLoop(ours, loader, optimizer=optimizer, progress_bar=False)
+    tl.fit(num_epochs=2)
+    optimizer, total = optim.SGD(theirs.parameters(), lr=0.2), 0.0
+    for epoch in range(2):
+        for batch in loader:
+            loss = theirs.get_loss(batch, None, torch.device("cpu"))
+            weight = CLASS_WEIGHTS[batch[1][batch[1] >= 0]].sum()
+            total += float(loss.detach() * weight) * epoch
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    states = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
+    assert all(torch.equal(mine, other) for mine, other in states)
+    assert ours.calls == theirs.calls
+    targets = loader.dataset[:][1]  # type: ignore[index]
+    assert tl.history["loss"][1] == pytest.approx(total / float(CLASS_WEIGHTS[targets[targets >= 0]].sum()), rel=1e-12)
 
 
 def test_the_divisor_is_known_only_of_what_the_criterion_returned() -> None:

@@ -134,6 +134,8 @@ def explained_evaluation(batch: Any) -> Iterator[None]:
             error.args = (f"{error} {_IN_EVALUATION}",)
         elif isinstance(error, RuntimeError) and "does not require grad" in str(error):
             error.args = (f"{error}. {_NEEDS_GRADIENTS}",)
+        elif isinstance(error, RuntimeError) and "requires grad" in str(error) and torch.is_grad_enabled():
+            error.args = (f"{error} {_HAS_GRAPH}",)
         else:
             note_batch(error, "In an evaluation", [batch])
         raise
@@ -147,6 +149,11 @@ _IN_EVALUATION = (
 _NEEDS_GRADIENTS = (
     "An evaluation runs under torch.no_grad(). If get_loss_eval or get_predictions needs gradients, compute them "
     f"within `with torch.enable_grad():`. {_BEFORE}"
+)
+_HAS_GRAPH = (
+    "This was in the first batch of an evaluation, which has a graph if the criterion has reduction='sum': the graph "
+    "shows if get_loss_eval divides the sum. Declare it in the model's class (loss_reduction = 'sum' or, if get_loss "
+    "and get_loss_eval divide the criterion's sum, 'mean'): then evaluations have no graph. Or call detach()."
 )
 
 
@@ -178,13 +185,14 @@ def explain_backward(loss: Any, error: Exception) -> None:
 
 
 def explain_freed_graph(error: Exception) -> None:
-    """Called after an error of backward: raise an error about ``get_loss`` if its graph contains an earlier batch's."""
+    """Called after an error of backward: raise an error about ``get_loss`` if its graph was freed by an earlier one."""
     if "a second time" in str(error):
         raise ConfigurationError(
             "the loss depends on the graph of an earlier batch, which has been freed: each batch has its own backward "
             "pass, also with grad_accumulation. If an attribute keeps a tensor from batch to batch, such as a hidden "
             "state, detach() it at the end of get_loss. To differentiate through several batches, let the loader yield "
-            f"them as one. torch says: {error}"
+            "them as one. (Or get_loss itself has called backward() of a loss that it returns: the loop does this.) "
+            f"torch says: {error}"
         ) from error
 
 

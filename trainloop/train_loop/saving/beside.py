@@ -392,7 +392,7 @@ def _kind_of_value(value: Any) -> Any:
     """Return the kind of a value that a training mostly uses later: a count itself, a tensor's shape, or a pool."""
     if isinstance(value, (list, deque)):
         return "pool" if any(map(_is_sample, islice(value, 10))) else None
-    return value if type(value) is int else tuple(value.shape) if _is_plain_tensor(value) else None
+    return value if type(value) is int else tuple(value.shape) if is_plain_tensor(value) else None
 
 
 def _is_sample(value: Any) -> bool:
@@ -439,7 +439,7 @@ def _shown(value: Any, left: list[int], depth: int = 2) -> Any:
     if value is None or isinstance(value, (float, complex, str, bytes, np.generic)):
         return repr(value)
     if isinstance(value, Tensor):
-        return [tuple(value.shape), bit_sums([value])] if _is_plain_tensor(value) else None
+        return [tuple(value.shape), bit_sums([value])] if is_plain_tensor(value) else None
     if isinstance(value, np.ndarray):
         return zlib.crc32(value.tobytes()) if value.nbytes <= _MOST_BYTES and value.dtype.kind in "biufc" else None
     if (generator := as_generator(value)) is not None:
@@ -470,13 +470,13 @@ def _is_small(value: Any) -> bool:
     """
     if isinstance(value, (Tensor, np.ndarray)):
         most = _SMALL_BYTES if value.ndim > 2 else _MOST_BYTES
-        return value.nbytes <= most and (isinstance(value, np.ndarray) or (_is_plain_tensor(value) and value.is_cpu))
+        return value.nbytes <= most and (isinstance(value, np.ndarray) or (is_plain_tensor(value) and value.is_cpu))
     if isinstance(value, (list, tuple, dict, set, deque)):
         return len(value) <= _MOST_ITEMS
     return isinstance(value, (int, float, str, np.generic))
 
 
-def _is_plain_tensor(value: Any) -> bool:
+def is_plain_tensor(value: Any) -> bool:
     """Return True for a tensor with bits that can be compared, and outside of a graph."""
     if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.grad_fn is not None:
         return False

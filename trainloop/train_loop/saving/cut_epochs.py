@@ -9,12 +9,16 @@ import torch
 from trainloop import distributed
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
+from trainloop._support.user_line import described_names
+from trainloop.checkpoint.file import Bits, bits_of, changed
 from trainloop.checkpoint.plain import for_file, from_file
+from trainloop.errors import CheckpointError
 from trainloop.optim.optimizers import optimizers_of
 from trainloop.optim.states import with_group_settings
 from trainloop.parallel.sharded.shards import map_tensors
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun
+from trainloop.train_loop.saving.beside import is_plain_tensor
 from trainloop.train_loop.saving.collect import callback_states, place_of, position, states_of_ranks, whole_state
 from trainloop.train_loop.saving.compatibility import batches_here
 
@@ -107,21 +111,39 @@ def held_before_end(run: TrainingRun) -> dict[str, Any]:
     """Return all that a checkpoint of this moment needs besides tensors, for :func:`held_state`. Collective."""
     ranks = states_of_ranks(run, check=False)
     values = run.loop.history.lengths()
-    return {"place": place_of(run), "ranks": ranks, "values": values, **states_before_cut(run)}
+    weights = _weights_of(run.loop) if run.loop.is_global_zero else {}
+    return {"place": place_of(run), "ranks": ranks, "values": values, "weights": weights, **states_before_cut(run)}
+
+
+def _weights_of(loop: LoopState) -> Bits:
+    model = loop.model.state_dict()
+    return bits_of(model, [name for name, value in model.items() if is_plain_tensor(value)])
 
 
 def held_state(run: TrainingRun, held: dict[str, Any]) -> dict[str, Any] | None:
     """Return the checkpoint's state of the moment of :func:`held_before_end`, on rank 0. Not collective.
 
     No step may have been taken since.
+
+    Raises
+    ------
+    CheckpointError
+        If the weights are others than at that moment, and no callback has the earlier ones in its state.
     """
     state = whole_state(run, held["ranks"])
     if state is None:
         return None
+    others = changed(held["weights"], _weights_of(run.loop))
+    if others and not any(callback["state"].get("trained") for callback in state["callbacks"]):
+        raise CheckpointError(
+            f"since the last step, an evaluation or a hook at the epoch's end has changed {described_names(others)}, "
+            "so that a run could not resume from that step"
+        )
     for values in (state["history"]["values"], state["history"]["epochs"]):  # without those of the epoch's end
         values.update({name: values[name][:number] for name, number in held["values"].items()})
         for name in values.keys() - held["values"].keys():
             del values[name]
+    state["history"]["row"] = None
     return _with_states(state, {**held, "ranks": state["ranks"]})
 
 

@@ -215,8 +215,10 @@ class Training(Run):
                 step = loop.global_step + (self.stage != "done")  # the hooks after the optimizer's step count it
                 where = f"In step {step} (epoch {loop.epoch + 1})"
                 note_batch(exception, where, self.step_in_work.batches)
-            if self.between_epochs and isinstance(exception, Exception):
-                self._rescue(exception)
+            if self.between_epochs:
+                loop.history.end_row()
+                if isinstance(exception, Exception):
+                    self._rescue(exception)
             self._notify_exception(exception)
             raise
         finally:
