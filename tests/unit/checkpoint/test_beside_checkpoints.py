@@ -522,6 +522,51 @@ def test_what_a_resumed_run_does_not_have_is_named(tmp_path: Path, kind: str) ->
     assert kind in lost[0].partition(", which the training had changed")[0].partition(" contain ")[2].split(", ")
 
 
+class StepsAnother(AbstractCallback):
+    """Steps an optimizer of its own, or that of the model, and keeps that of the loop."""
+
+    def __init__(self, own: Any = None) -> None:
+        super().__init__("steps")
+        self.own, self.kept = own, []
+
+    def on_train_begin(self) -> None:
+        self.kept = [self.train_loop_obj.optimizer]
+
+    def on_after_optimizer_step(self) -> None:
+        other = self.own or vars(self.train_loop_obj.model).get("other")
+        if other is not None:
+            self.train_loop_obj.model.scale.grad = torch.ones(())
+            other.step()
+
+
+@pytest.mark.parametrize("kind", ["other", "steps.own", f"{__name__}.<locals>.optimizers", None])
+def test_state_of_an_optimizer_that_is_not_the_loop_s_is_named(tmp_path: Path, kind: str | None) -> None:
+    def fit(**arguments: Any) -> None:
+        model = Net()
+        model.scale = nn.Parameter(torch.zeros(()), requires_grad=False)
+        optimizers = {model.scale: optim.SGD([model.scale], 0.1, momentum=0.9)}
+        callback = StepsAnother(optimizers[model.scale] if kind == "steps.own" else None)
+        if kind == "other":
+            model.other = optimizers[model.scale]  # type: ignore[assignment]
+
+        def step(parameter: Tensor) -> None:
+            model.scale.grad = torch.ones(())
+            optimizers[model.scale].step()
+
+        if kind and kind.endswith("optimizers"):
+            model.fc.weight.register_post_accumulate_grad_hook(step)
+        loop = make_loop(model, validation=False, optimizer=optim.Adam(model.fc.parameters(), 0.1))
+        loop.fit(num_epochs=2, callbacks=[callback, saved(tmp_path)], **arguments)
+
+    first = warnings_of(fit)
+    assert [one.partition(". Checkpoints")[0] for one in first] == (
+        [] if kind in ("steps.own", None) else [f"the training changes {kind}"]
+    )
+    found = warnings_of(lambda: fit(resume_from=path_of(tmp_path, 9)))
+    lost = [one.partition(", which")[0] for one in found if "does not contain" in one]
+    assert lost == ([f"the checkpoint does not contain {kind}"] if kind else [])
+
+
 class Recurrent(nn.LSTM):
     """Has a private list of its parameters."""
 
