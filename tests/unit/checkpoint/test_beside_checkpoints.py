@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import random
 import warnings
 import weakref
@@ -265,6 +266,34 @@ def test_the_count_of_a_sampler_is_named_if_a_resumed_run_lacks_it(tmp_path: Pat
 
     loop().fit(num_epochs=2, callbacks=[saved(tmp_path)])
     with pytest.warns(UserWarning, match=r"does not contain train_loader\.batch_sampler\.sampler\.passes, which"):
+        loop().fit(num_epochs=2, callbacks=[saved(tmp_path)], resume_from=path_of(tmp_path, 9))
+
+
+class Seen:
+    """Counts its calls in all processes, and makes batches by this number, as I-JEPA draws masks."""
+
+    def __init__(self) -> None:
+        self.calls = multiprocessing.Value("i", 0)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        with self.calls.get_lock():
+            self.calls.value += 1
+        return default_collate(samples)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_value_that_processes_share_is_named_if_a_resumed_run_lacks_it(
+    tmp_path: Path, workers: int, may_leave: Callable[..., None]
+) -> None:
+    may_leave("/pym-")  # the first value of a process makes a file that multiprocessing keeps
+
+    def loop() -> Any:
+        made = make_loop(validation=False)
+        made.train_loader = DataLoader(made.train_loader.dataset, 8, collate_fn=Seen(), num_workers=workers)
+        return made
+
+    loop().fit(num_epochs=2, callbacks=[saved(tmp_path)])
+    with pytest.warns(UserWarning, match=r"does not contain train_loader\.collate_fn\.calls, which"):
         loop().fit(num_epochs=2, callbacks=[saved(tmp_path)], resume_from=path_of(tmp_path, 9))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from io import IOBase
 from itertools import islice
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -65,10 +66,10 @@ def _computed_weights(module: nn.Module) -> list[str]:
 class Beside:
     """Checksums of attributes that checkpoints do not contain, as they are now, by path.
 
-    These are plain values, tensors, arrays, random generators, states of optimizers that are not the loop's, containers
-    of these, and the same in plain objects. An iterator always counts as changed. Left out are what checkpoints mostly contain, attributes of a callback,
-    optimizer, sampler or stream with a ``state_dict`` and of libraries, and a dataset's containers, which mostly are
-    caches.
+    These are plain values, tensors, arrays, random generators, values that processes share (``multiprocessing.Value``),
+    states of optimizers that are not the loop's, containers of these, and the same in plain objects. An iterator always
+    counts as changed. Left out are what checkpoints mostly contain, attributes of a callback, optimizer, sampler or
+    stream with a ``state_dict`` and of libraries, and a dataset's containers, which mostly are caches.
 
     Parameters
     ----------
@@ -250,6 +251,10 @@ class Beside:
         if getattr(loader, "num_workers", 0):
             seen.add(id(dataset))
             parts = [(f"train_loader.{name}", getattr(loader, name, None), 1) for name in ("sampler", "batch_sampler")]
+            for where, part in (("dataset", dataset), ("collate_fn", getattr(loader, "collate_fn", None))):
+                for name, value in getattr(part, "__dict__", {}).items():
+                    if isinstance(value, SynchronizedBase):  # workers change it for all processes
+                        self._add(f"train_loader.{where}.{name}", value)
         while parts and len(seen) < _MOST_PARTS:
             path, part, depth = parts.pop()
             with suppress(Exception):
@@ -452,6 +457,8 @@ def _shown(value: Any, left: list[int], depth: int = 2) -> Any:
     if (generator := as_generator(value)) is not None:
         state = generator.get_state()
         return repr(state.tolist() if isinstance(state, Tensor) else state)
+    if isinstance(value, SynchronizedBase):
+        return bytes(value.get_obj())
     if isinstance(value, Optimizer):
         return _shown([*value.state.values()], left, 3)
     if _is_iterator(value):
@@ -482,7 +489,7 @@ def _is_small(value: Any) -> bool:
         return value.nbytes <= most and (isinstance(value, np.ndarray) or (_is_plain_tensor(value) and value.is_cpu))
     if isinstance(value, (list, tuple, dict, set, deque)):
         return len(value) <= _MOST_ITEMS
-    return isinstance(value, (int, float, str, np.generic))
+    return isinstance(value, (int, float, str, np.generic, SynchronizedBase))
 
 
 def _is_plain_tensor(value: Any) -> bool:
