@@ -528,7 +528,8 @@ def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:
                 copy._former_parameters[name] = view
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                setattr(copy, name, buffer if shares_buffers else views.setdefault(buffer, buffer.detach().clone()))
+                own = buffer if shares_buffers else views.setdefault(buffer, buffer.detach().clone())
+                copy._buffers[name] = own  # a name may contain dots, as in tensordict, which setattr refuses
     return copies[module]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import random
 import warnings
 import weakref
@@ -268,6 +269,34 @@ def test_the_count_of_a_sampler_is_named_if_a_resumed_run_lacks_it(tmp_path: Pat
         loop().fit(num_epochs=2, callbacks=[saved(tmp_path)], resume_from=path_of(tmp_path, 9))
 
 
+class Seen:
+    """Counts its calls in all processes, and makes batches by this number, as I-JEPA draws masks."""
+
+    def __init__(self) -> None:
+        self.calls = multiprocessing.Value("i", 0)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        with self.calls.get_lock():
+            self.calls.value += 1
+        return default_collate(samples)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_value_that_processes_share_is_named_if_a_resumed_run_lacks_it(
+    tmp_path: Path, workers: int, may_leave: Callable[..., None]
+) -> None:
+    may_leave("/pym-")  # the first value of a process makes a file that multiprocessing keeps
+
+    def loop() -> Any:
+        made = make_loop(validation=False)
+        made.train_loader = DataLoader(made.train_loader.dataset, 8, collate_fn=Seen(), num_workers=workers)
+        return made
+
+    loop().fit(num_epochs=2, callbacks=[saved(tmp_path)])
+    with pytest.warns(UserWarning, match=r"does not contain train_loader\.collate_fn\.calls, which"):
+        loop().fit(num_epochs=2, callbacks=[saved(tmp_path)], resume_from=path_of(tmp_path, 9))
+
+
 class Labelled(Dataset[Any]):
     """One label for each sample, and a cache of samples."""
 
@@ -520,6 +549,51 @@ def test_what_a_resumed_run_does_not_have_is_named(tmp_path: Path, kind: str) ->
     lost = [one for one in found if one.startswith("the checkpoint does not contain ")]
     assert len(lost) == 1
     assert kind in lost[0].partition(", which the training had changed")[0].partition(" contain ")[2].split(", ")
+
+
+class StepsAnother(AbstractCallback):
+    """Steps an optimizer of its own, or that of the model, and keeps that of the loop."""
+
+    def __init__(self, own: Any = None) -> None:
+        super().__init__("steps")
+        self.own, self.kept = own, []
+
+    def on_train_begin(self) -> None:
+        self.kept = [self.train_loop_obj.optimizer]
+
+    def on_after_optimizer_step(self) -> None:
+        other = self.own or vars(self.train_loop_obj.model).get("other")
+        if other is not None:
+            self.train_loop_obj.model.scale.grad = torch.ones(())
+            other.step()
+
+
+@pytest.mark.parametrize("kind", ["other", "steps.own", f"{__name__}.<locals>.optimizers", None])
+def test_state_of_an_optimizer_that_is_not_the_loop_s_is_named(tmp_path: Path, kind: str | None) -> None:
+    def fit(**arguments: Any) -> None:
+        model = Net()
+        model.scale = nn.Parameter(torch.zeros(()), requires_grad=False)
+        optimizers = {model.scale: optim.SGD([model.scale], 0.1, momentum=0.9)}
+        callback = StepsAnother(optimizers[model.scale] if kind == "steps.own" else None)
+        if kind == "other":
+            model.other = optimizers[model.scale]  # type: ignore[assignment]
+
+        def step(parameter: Tensor) -> None:
+            model.scale.grad = torch.ones(())
+            optimizers[model.scale].step()
+
+        if kind and kind.endswith("optimizers"):
+            model.fc.weight.register_post_accumulate_grad_hook(step)
+        loop = make_loop(model, validation=False, optimizer=optim.Adam(model.fc.parameters(), 0.1))
+        loop.fit(num_epochs=2, callbacks=[callback, saved(tmp_path)], **arguments)
+
+    first = warnings_of(fit)
+    assert [one.partition(". Checkpoints")[0] for one in first] == (
+        [] if kind in ("steps.own", None) else [f"the training changes {kind}"]
+    )
+    found = warnings_of(lambda: fit(resume_from=path_of(tmp_path, 9)))
+    lost = [one.partition(", which")[0] for one in found if "does not contain" in one]
+    assert lost == ([f"the checkpoint does not contain {kind}"] if kind else [])
 
 
 class Recurrent(nn.LSTM):

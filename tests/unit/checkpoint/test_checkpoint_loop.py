@@ -1012,6 +1012,23 @@ def test_keys_that_are_missing_are_named(tmp_path: Path) -> None:
         make_loop(model=model).fit(num_epochs=3, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
 
 
+class CreatesItsNorm(Net):
+    """Has a part with a buffer only after the first batch, as the losses of torchrl."""
+
+    norm: Any = None
+
+    def get_loss(self, *args: Any) -> Tensor:
+        if self.norm is None:
+            self.norm = nn.BatchNorm1d(2, affine=False)
+        return super().get_loss(*args)
+
+
+def test_keys_that_the_first_batch_creates_are_explained(tmp_path: Path) -> None:
+    interrupted(tmp_path, 2, make_loop(model=CreatesItsNorm()))
+    with pytest.raises(CheckpointError, match=r"norm\.running_mean is not in .* creates a part, call the model once"):
+        make_loop(model=CreatesItsNorm()).fit(num_epochs=3, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+
+
 def test_keys_of_a_compiled_module_are_explained(tmp_path: Path) -> None:
     compiled = Net()
     compiled.layers = torch.compile(compiled.layers, backend="eager")

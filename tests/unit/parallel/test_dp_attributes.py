@@ -322,9 +322,21 @@ class WithRagged(Net):
         self.register_buffer("ragged", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
 
 
+class NamesWithDots(Net):
+    """As ``TensorDictParams`` of tensordict, which torch's ``register_buffer`` would refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers["actor.scale"] = torch.tensor(2.0)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x) * self._buffers["actor.scale"]
+
+
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
-def test_a_nested_buffer_is_no_error() -> None:
-    trained(WithRagged(), 2)
+@pytest.mark.parametrize("model", [WithRagged, NamesWithDots])
+def test_an_unusual_buffer_is_no_error(model: Any) -> None:
+    trained(model(), 2)
 
 
 @pytest.mark.parametrize(

@@ -147,13 +147,16 @@ class SampleCounter:
         if count is None:
             count = _guessed(batch, planned, self._batch_size)
             # Without a plan, the first part's length is right if another part has it (in a graph, edges differ).
-            doubtful = planned is not None or sum(count in column for column in _lengths(batch, {}, top=True)) < 2
+            columns = [*_lengths(batch, {}, top=True)]
+            doubtful = planned is not None or sum(count in column for column in columns) < 2
             if doubtful and not self._warned:
                 self._warned = True
                 why = "the lengths of its parts differ"
                 if planned is not None:
                     why += f", which was made of {planned} samples"
-                elif _has_one_label(batch, [*_lengths(batch, {}, top=True)]):
+                elif len(columns) == 1 and len(columns[0]) > 1:
+                    why = "a list of parts of one shape may be columns, such as inputs and targets, or samples"
+                elif _has_one_label(batch, columns):
                     why = "it may be one sample with a number, or several samples"
                 if planned == 1:
                     why = "it was made of one sample, and its parts may be several samples or the items of this one"

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from io import IOBase
 from itertools import islice
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop._support.carried import names_of
@@ -29,7 +31,7 @@ from trainloop.data.loader.parts import has_state
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of
 from trainloop.distributed import exchange_ints, gather_object
-from trainloop.optim.optimizers import optimizers_of
+from trainloop.optim.optimizers import all_optimizers, optimizers_of
 from trainloop.optim.parameters import criterion_modules, named_trained_parameters, trained_parameters
 from trainloop.parallel.sharded.shards import bit_sums
 from trainloop.train_loop.progress.loop_state import LoopState, added_attributes
@@ -64,10 +66,10 @@ def _computed_weights(module: nn.Module) -> list[str]:
 class Beside:
     """Checksums of attributes that checkpoints do not contain, as they are now, by path.
 
-    These are plain values, tensors, arrays, random generators, containers of these, and the same in plain objects. An
-    iterator always counts as changed. Left out are what checkpoints mostly contain, attributes of a callback,
-    optimizer, sampler or stream with a ``state_dict`` and of libraries, and a dataset's containers, which mostly are
-    caches.
+    These are plain values, tensors, arrays, random generators, values that processes share (``multiprocessing.Value``),
+    states of optimizers that are not the loop's, containers of these, and the same in plain objects. An iterator always
+    counts as changed. Left out are what checkpoints mostly contain, attributes of a callback, optimizer, sampler or
+    stream with a ``state_dict`` and of libraries, and a dataset's containers, which mostly are caches.
 
     Parameters
     ----------
@@ -85,7 +87,8 @@ class Beside:
         self._data: set[str] = set()
         self.of_epochs: set[str] = set()
         """Names of whole numbers of objects that have ``set_epoch``."""
-        self._seen = {id(one) for one in (loop, loop.model, loop.optimizer, loop.criterion, *loop.callbacks)}
+        optimizers = (loop.optimizer, *all_optimizers(loop.optimizer))
+        self._seen = {id(one) for one in (loop, loop.model, *optimizers, loop.criterion, *loop.callbacks)}
         if of_rank:
             self._add_modules(loop, None)
             return
@@ -93,8 +96,8 @@ class Beside:
         if saved is not None:
             self._add_modules(loop, saved)
             self._add_others(loop)
-            for path, own in script_values(loop).items():
-                self._add(path, own.value)
+            for path, own in script_values(loop, self._has_other_optimizer).items():
+                self._add(path, own.value, _kind_of_value(own.value) if self._has_other_optimizer(own.value) else None)
                 self._add_attributes(path, own.value, only_lost=True, depth=1)
 
     def changed_since(self, before: Beside) -> dict[str, int]:
@@ -218,8 +221,11 @@ class Beside:
                 self._add_within(where, value, package, only_lost, depth)
 
     def _has_seen(self, value: Any) -> bool:
-        """Return True for parameters and buffers, and a container of some: checkpoints contain them."""
-        return any(isinstance(one, Tensor) and id(one) in self._seen for one in _parts_of(value))
+        """Return True for parameters, buffers and optimizers, and a container of some: checkpoints contain them."""
+        return any(isinstance(one, (Tensor, Optimizer)) and id(one) in self._seen for one in _parts_of(value))
+
+    def _has_other_optimizer(self, value: Any) -> bool:
+        return not self._has_seen(value) and any(isinstance(one, Optimizer) for one in _parts_of(value))
 
     def _add_within(self, where: str, value: Any, package: str, only_lost: bool, depth: int) -> None:
         if isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_HIDDEN and depth < _DEEPEST:
@@ -245,6 +251,10 @@ class Beside:
         if getattr(loader, "num_workers", 0):
             seen.add(id(dataset))
             parts = [(f"train_loader.{name}", getattr(loader, name, None), 1) for name in ("sampler", "batch_sampler")]
+            for where, part in (("dataset", dataset), ("collate_fn", getattr(loader, "collate_fn", None))):
+                for name, value in getattr(part, "__dict__", {}).items():
+                    if isinstance(value, SynchronizedBase):  # workers change it for all processes
+                        self._add(f"train_loader.{where}.{name}", value)
         while parts and len(seen) < _MOST_PARTS:
             path, part, depth = parts.pop()
             with suppress(Exception):
@@ -390,8 +400,10 @@ def _unlike(everyone: Sequence[dict[str, int]]) -> list[str]:
 
 def _kind_of_value(value: Any) -> Any:
     """Return the kind of a value that a training mostly uses later: a count itself, a tensor's shape, or a pool."""
-    if isinstance(value, (list, deque)):
-        return "pool" if any(map(_is_sample, islice(value, 10))) else None
+    if isinstance(value, (list, deque)) and any(map(_is_sample, islice(value, 10))):
+        return "pool"
+    if any(isinstance(one, Optimizer) for one in _parts_of(value)):
+        return Optimizer
     return value if type(value) is int else tuple(value.shape) if is_plain_tensor(value) else None
 
 
@@ -445,6 +457,10 @@ def _shown(value: Any, left: list[int], depth: int = 2) -> Any:
     if (generator := as_generator(value)) is not None:
         state = generator.get_state()
         return repr(state.tolist() if isinstance(state, Tensor) else state)
+    if isinstance(value, SynchronizedBase):
+        return bytes(value.get_obj())
+    if isinstance(value, Optimizer):
+        return _shown([*value.state.values()], left, 3)
     if _is_iterator(value):
         left_over = getattr(value, "__length_hint__", None)  # an iterator of a list, for example
         return left_over() if left_over is not None else os.urandom(8)  # nothing else shows its position
@@ -473,7 +489,7 @@ def _is_small(value: Any) -> bool:
         return value.nbytes <= most and (isinstance(value, np.ndarray) or (is_plain_tensor(value) and value.is_cpu))
     if isinstance(value, (list, tuple, dict, set, deque)):
         return len(value) <= _MOST_ITEMS
-    return isinstance(value, (int, float, str, np.generic))
+    return isinstance(value, (int, float, str, np.generic, SynchronizedBase))
 
 
 def is_plain_tensor(value: Any) -> bool:

@@ -50,7 +50,8 @@ def check_checkpoint(loop: LoopState, state: dict[str, Any]) -> None:
         raise CheckpointError(
             f"the checkpoint belongs to another model: {wrong}. Pass the model of the checkpoint's run, or start "
             "without resume_from. If a callback changed the model in that run, it must do so again in on_train_begin, "
-            "where tl.resumed is True and tl.epoch is the epoch to resume in."
+            "where tl.resumed is True and tl.epoch is the epoch to resume in. If the first forward pass creates a "
+            "part, call the model once before fit."
             + " Names with _orig_mod come from torch.compile(module); module.compile() keeps the names."
             * compiled
         )

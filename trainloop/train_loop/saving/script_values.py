@@ -6,7 +6,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -44,12 +44,12 @@ class ScriptValue(NamedTuple):
             setattr(self.holder, self.name, value)
 
 
-def script_values(loop: LoopState) -> dict[str, ScriptValue]:
+def script_values(loop: LoopState, adds: Callable[[Any], bool] = lambda value: False) -> dict[str, ScriptValue]:
     """Return plain values, containers and objects of the script's classes, small ones only, by path.
 
     These are class attributes of the classes of modules, criterion, optimizers and callbacks, and the globals, outer
     variables, attributes of functions and defaults that are containers, which their methods and :func:`given_functions`
-    use, also within functions that they call.
+    use, also within functions that they call. Of other values, those for which ``adds`` returns True.
     """
     found: dict[str, ScriptValue] = {}
     given = map(_inner, given_functions(loop).values())
@@ -59,7 +59,7 @@ def script_values(loop: LoopState) -> dict[str, ScriptValue]:
         while path in found and found[path].holder is not own.holder:  # of another class or function of this name
             path += "'"
         with suppress(Exception):  # of whatever methods the value's class has
-            if _is_light(own.value, [_MOST_ITEMS]):
+            if _is_light(own.value, [_MOST_ITEMS]) or adds(own.value):
                 found[path] = own
 
     for path, cls in _classes_of(loop).items():
