@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from trainloop import TrainLoop, TTBasicModel, TTModel
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel, TTModel
 from trainloop.errors import WorkerFailedError
 
 pytestmark = pytest.mark.long
@@ -157,3 +157,42 @@ def test_attributes_that_come_back_with_one_ranks_values_are_named(mode: str, ca
         names = "meter.total, seen, sum, metric.mean_value"
         assert f"changed the attributes {names} differently" in warned or gathers
         assert warned.count("of one rank only") == (not gathers)
+
+
+class Dropping(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.body = nn.Dropout(0.2), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.drop(x))
+
+
+class OnRank0(AbstractCallback):
+    """Changes how the model computes, but on rank 0 only; or on all ranks."""
+
+    def __init__(self, everywhere: bool) -> None:
+        super().__init__("on rank 0")
+        self.everywhere = everywhere
+
+    def on_epoch_begin(self) -> None:
+        model = self.train_loop_obj.model
+        if self.everywhere or self.train_loop_obj.is_global_zero:
+            model.drop.p = 0.1 + model.drop.p
+            model.drop.eval()
+
+
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_modes_and_settings_of_layers_that_one_rank_changes_are_named(mode: str, capfd: Any) -> None:
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+    for everywhere in (False, True):
+        model = Dropping()
+        sgd = optim.SGD(model.parameters(), 0.1)
+        loop = TrainLoop(
+            model, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 2), None, None, sgd, nn.MSELoss(),
+            gpu_mode=mode, accelerator="cpu", devices=2, progress_bar=False,
+        )  # fmt: skip
+        loop.fit(2, callbacks=[OnRank0(everywhere)])
+        warned = " ".join(capfd.readouterr().err.split())
+        assert warned.count("the modules drop (Dropout) are in training mode on some ranks") == (not everywhere)
+        assert warned.count("changed the attributes drop.p differently") == (not everywhere)

@@ -202,7 +202,7 @@ class Beside:
             for name, value in getattr(part, "metric_state", {}).items() if self._of_rank else ():
                 self._add(f"{path}.{name}", value, _kind_of_value(value))
             return
-        if package in _LIBRARIES and (self._of_rank or (not depth and not of_torch)):
+        if package in _LIBRARIES and not of_torch and (self._of_rank or not depth):
             return
         inherited = {name for cls, its in packages.items() if its in _LIBRARIES for name in _names_used(cls)}
         kinds = reversed(type(part).__mro__) if package not in _LIBRARIES else ()

@@ -65,6 +65,7 @@ class TrainedParameters:
     def __init__(self, model: nn.Module, beside: Callable[[], tuple[Any, Any]], timeout_s: float) -> None:
         self._model = model
         self._now_beside = beside
+        self._warned: set[str | int] = set()  # causes of warnings that this run has given
         self._patience_s = min(_RENDEZVOUS_S, timeout_s / 2)
         self._beside: dict[str, Tensor] = {}
         self._known_criterion: Any = self  # none yet
@@ -186,9 +187,9 @@ class TrainedParameters:
         """Warn, after the first step of these parameters, of those outside of the model that got no gradient."""
         if self._reached is not True:
             self._reached = any(p.grad is not None for p in parameters)
-        if self._unused_warned or not self._beside:
+        if "unused" in self._warned or not self._beside:
             return
-        self._unused_warned = True
+        self._warned.add("unused")
         stepped = set(map(id, parameters))
         unused = [n for n, p in self._beside.items() if id(p) in stepped and p.requires_grad and p.grad is None]
         if unused and distributed.is_global_zero():
@@ -220,8 +221,8 @@ class TrainedParameters:
 
         The settings of the optimizers are compared, too, since ranks have different shards of the weights in ``fsdp``.
         The check is skipped if the user has registered a communication hook, which may let ranks differ for some time
-        (local SGD). Warn once about a callback's parameter or an optimizer's state that differs, and about a buffer if
-        ``buffers_too``, since only rank 0's value is kept.
+        (local SGD). Warn once about a callback's parameter or an optimizer's state that differs, and about a module's
+        mode and a buffer (only rank 0's value is kept) if ``buffers_too``.
 
         Raises
         ------
@@ -248,20 +249,22 @@ class TrainedParameters:
             return
         of_buffers, in_callbacks = bit_sums(list(buffers.values())), bit_sums(list(of_callbacks.values()))
         states = _states_of(optimizers, {id(p): name for name, p in named.items()})
-        compared = (settings, sums, states, in_callbacks, of_buffers)
+        modes = {f"{name} ({type(m).__name__})": m.training for name, m in self._model.named_modules() if buffers_too}
+        compared = (settings, sums, states, in_callbacks, of_buffers, [*modes.values()])
         digests = distributed.exchange_ints([zlib.crc32(repr(one).encode()) for one in compared])
         differs = [len(set(digest)) > 1 for digest in zip(*digests, strict=True)]
         if differs[0]:  # a cause of different weights
             _raise_different(settings)
-        if differs[4] and not self._buffers_warned:
-            self._buffers_warned = True
-            self._warn_of_buffers(list(buffers), of_buffers)
-        if differs[3] and not self._callbacks_warned:
-            self._callbacks_warned = True
-            _warn_of_callbacks(list(of_callbacks), in_callbacks)
-        if differs[2] and not self._states_warned:
-            self._states_warned = True
-            _warn_of_states(states)
+        warnings = (
+            (2, lambda: _warn_of_states(states)),
+            (3, lambda: _warn_of_callbacks(list(of_callbacks), in_callbacks)),
+            (4, lambda: _warn_of_buffers(list(buffers), of_buffers)),
+            (5, lambda: _warn_of_modes(modes)),
+        )
+        for which, warn in warnings:
+            if differs[which] and which not in self._warned:
+                self._warned.add(which)
+                warn()
         if not differs[1]:
             return
         everyone = distributed.exchange_ints(sums)
@@ -294,23 +297,6 @@ class TrainedParameters:
             for name, buffer in changing_buffers(module).items()
             if id(buffer) not in of_model
         }
-
-    _buffers_warned = False
-    _callbacks_warned = False
-    _states_warned = False
-    _unused_warned = False
-
-    def _warn_of_buffers(self, names: list[str], sums: list[int]) -> None:
-        """Warn, on rank 0, about buffers that differ between ranks. Collective."""
-        odd = _names_that_differ(names, sums)
-        if distributed.is_global_zero():
-            warn_or_print(
-                f"get_loss has changed {described_names(odd)} differently on each rank, as each has a part of the "
-                "samples. Rank 0's buffers replace those of all ranks before each step (a criterion's: at the end), "
-                "so the other ranks' changes are lost. Gather what changes them, self.all_gather(values, concat=True), "
-                "so that all ranks make the same change. If each rank should have its own values, use plain attributes "
-                "(see carried_state)."
-            )
 
 
 def _of_callbacks(callbacks: Sequence[AbstractCallback], others: set[int]) -> dict[str, Tensor]:
@@ -385,6 +371,29 @@ def _warn_of_callbacks(names: list[str], sums: list[int]) -> None:
             "own samples. Checkpoints, and the callbacks after fit, have those of rank 0 only. Make the parameters a "
             "part of the model, with an optimizer of their own in a MultiOptimizer, or average their gradients over "
             "the ranks before each step (trainloop.distributed.all_reduce)."
+        )
+
+
+def _warn_of_buffers(names: list[str], sums: list[int]) -> None:
+    """Warn, on rank 0, about buffers that differ between ranks. Collective."""
+    odd = _names_that_differ(names, sums)
+    if distributed.is_global_zero():
+        warn_or_print(
+            f"get_loss has changed {described_names(odd)} differently on each rank, as each has a part of the "
+            "samples. Rank 0's buffers replace those of all ranks before each step (a criterion's: at the end), "
+            "so the other ranks' changes are lost. Gather what changes them, self.all_gather(values, concat=True), "
+            "so that all ranks make the same change. If each rank should have its own values, use plain attributes "
+            "(see carried_state)."
+        )
+
+
+def _warn_of_modes(modes: dict[str, bool]) -> None:
+    """Warn, on rank 0, about modules in other modes on other ranks. Collective."""
+    odd = _names_that_differ(modes, modes.values())
+    if distributed.is_global_zero():
+        warn_or_print(
+            f"the modules {described_names(odd)} are in training mode on some ranks and in evaluation mode on others, "
+            "so that ranks compute different losses. Call train() and eval() on every rank."
         )
 
 
