@@ -306,6 +306,30 @@ def test_calls_of_functions_are_looked_for_in_an_epochs_first_step(kind: str) ->
     assert sum(warned) == (kind == "sum")
 
 
+class Sparsemax(nn.Module):
+    """A criterion that is not torch's, as in a library."""
+
+    def __init__(self, ignore_index: int) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(self, scores: Any, target: Any) -> Any:
+        counts = target != self.ignore_index
+        return (scores.logsumexp(1) - scores.gather(1, target[:, None])[:, 0])[counts].sum() / counts.sum()
+
+
+@pytest.mark.parametrize(("ignored", "batch", "warns"), [(1, 2, True), (-100, 2, False), (1, 64, False)])
+def test_a_criterion_of_another_library_that_ignores_targets_is_named(ignored: int, batch: int, warns: bool) -> None:
+    model = Classifier().double()
+    sgd = optim.SGD(model.parameters(), lr=0.2)
+    data = TensorDataset(samples(64).tensors[0], torch.arange(64) % 4)
+    loop = TrainLoop(model, DataLoader(data, batch), None, None, sgd, Sparsemax(ignored), progress_bar=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop.fit(num_epochs=2, grad_accumulation=2 if batch < 64 else 1)
+    assert sum("Sparsemax ignores targets of " in str(warning.message) for warning in caught) == warns
+
+
 def test_calls_of_functions_are_looked_for_in_every_sixteenth_of_epochs_of_one_step() -> None:
     model = Functions("plain").double()
     model.looked = []

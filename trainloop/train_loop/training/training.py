@@ -733,6 +733,7 @@ class Training(Run):
                         refuse_constant(read.loss)
                     if self._functions is not None:
                         self.advice.sums(read, count)
+                        self.advice.ignored(batches[i], read, count)
                     if self._class_losses.calls:
                         self.advice.averages(read, count, self._class_losses.take())
                     scaled = read.loss
