@@ -349,6 +349,26 @@ class ClassLosses:
         calls, self.calls = self.calls, Counter()
         return max(calls.values(), default=0)
 
+    @contextmanager
+    def of_libraries(self, *roots: nn.Module) -> Iterator[None]:
+        """Count calls of criteria in ``roots`` that are not torch's and ignore some targets: most average the others.
+
+        Those that call torch's have its divisor.
+        """
+        with ExitStack() as undo:
+            for module in (module for root in roots for module in root.modules()):
+                is_torchs = type(module).__module__.startswith("torch.")
+                if type(getattr(module, "ignore_index", None)) is int and not is_torchs:
+                    undo.callback(module.register_forward_hook(self._count_ignoring, with_kwargs=True).remove)
+            yield
+
+    def _count_ignoring(self, criterion: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
+        if not isinstance(loss, Tensor) or divisor_of(loss) is not None or torch.compiler.is_compiling():
+            return
+        integers = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dtype == torch.int64]
+        if any((target == criterion.ignore_index).any() for target in integers if not target.is_nested):
+            self.calls[threading.current_thread()] += 1
+
     def add(self, calls: Iterable[FunctionCall]) -> None:
         """Count the calls that one ``get_loss`` has made."""
         for call in calls:

@@ -256,13 +256,13 @@ def test_a_sum_of_losses_with_class_weights_is_warned_of_once() -> None:
         optimizer = optim.SGD(model.parameters(), lr=0.1)
         return TrainLoop(model, loader, loader, optimizer=optimizer, criterion=criterion, progress_bar=False)
 
-    with pytest.warns(UserWarning, match=r"get_loss returns another loss.*\(loss, weight\)") as caught:
+    with pytest.warns(UserWarning, match=r"does not show their sum.*\(loss, weight\)") as caught:
         loop(nn.CrossEntropyLoss()).fit(num_epochs=2, grad_accumulation=2)
     assert len(caught) == 1
-    with pytest.warns(UserWarning, match="get_loss returns another loss"):
+    with pytest.warns(UserWarning, match="does not show their sum"):
         loop(nn.CrossEntropyLoss(ignore_index=1), ignored=1).fit(num_epochs=1)
     model.kind = "one of two"
-    with pytest.warns(UserWarning, match="get_loss returns another loss"):
+    with pytest.warns(UserWarning, match="does not show their sum"):
         loop(nn.CrossEntropyLoss(ignore_index=1), ignored=1).fit(num_epochs=1)
     model.kind = "plain"
     # In one process, step by step and without evaluation, nothing is averaged: no warning, as warnings are errors here.
@@ -327,7 +327,7 @@ def test_a_criterion_of_another_library_that_ignores_targets_is_named(ignored: i
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop.fit(num_epochs=2, grad_accumulation=2 if batch < 64 else 1)
-    assert sum("Sparsemax ignores targets of " in str(warning.message) for warning in caught) == warns
+    assert sum("averages over the targets' weights" in str(warning.message) for warning in caught) == warns
 
 
 def test_calls_of_functions_are_looked_for_in_every_sixteenth_of_epochs_of_one_step() -> None:

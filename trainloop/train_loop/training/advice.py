@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from trainloop._support import rng
-from trainloop._support.nested import tensors_of
 from trainloop._support.reduction import adds_samples, divisor_of
 from trainloop._support.user_line import described_names, warn_or_print
 from trainloop.callbacks.base import overrides_of_user
@@ -171,33 +170,12 @@ class Advice:
         self.once(
             "averages",
             "get_loss calls a criterion that averages over the targets' weights (class weights or ignored targets), "
-            "but get_loss returns another loss. The returned loss is averaged over samples, so results depend on batch "
-            "size, grad_accumulation, ranks and replicas. Return (loss, weight), where weight is the sum of the "
-            "targets' weights (or the number of targets that are not ignored), or a MultiLoss with each criterion's "
-            "loss under its own name (a factor is allowed), or (MultiLoss, weight) if all losses have the same weight.",
+            "but the loss that get_loss returns does not show their sum. It is averaged over samples, so results "
+            "depend on batch size, grad_accumulation, ranks and replicas. Return (loss, weight), where weight is the "
+            "sum of the targets' weights (or the number of targets that are not ignored), or a MultiLoss with each "
+            "criterion's loss under its own name (a factor is allowed), or (MultiLoss, weight) if all losses have the "
+            "same weight.",
         )
-
-    def ignored(self, batch: Any, read: BatchLoss, count: int) -> None:
-        """Warn if the criterion is not torch's and ignores some targets of the ``batch``: it may divide by the others.
-
-        A criterion that calls torch's has its divisor in ``read``.
-        """
-        if read.units is not None or "averages" in self._given or not self._is_averaged(count):
-            return
-        loop = self._run.loop
-        modules = [module for root in trained_modules(loop.model, loop.criterion) for module in root.modules()]
-        others = [module for module in modules if not type(module).__module__.startswith("torch.")]
-        indices = {i: type(m).__name__ for m in others if type(i := getattr(m, "ignore_index", None)) is int}
-        targets = [t for t in tensors_of(batch) if t.dtype == torch.int64 and not t.is_nested] if indices else []
-        found = [index for index in indices if any((t == index).any() for t in targets)]
-        if found:
-            self.once(
-                "averages",
-                f"{indices[found[0]]} ignores targets of {found[0]} (ignore_index), which the first batch contains. "
-                "If it averages over the other targets, results depend on batch size, grad_accumulation, ranks and "
-                "replicas, as its mean is then taken to be one over samples. Return (loss, weight), where weight is "
-                "the number of targets that are not ignored.",
-            )
 
     def sums(self, read: BatchLoss, count: int) -> None:
         """Warn if the loss of one of ``count`` micro-batches is a sum that neither model nor criterion declares.

@@ -733,7 +733,6 @@ class Training(Run):
                         refuse_constant(read.loss)
                     if self._functions is not None:
                         self.advice.sums(read, count)
-                        self.advice.ignored(batches[i], read, count)
                     if self._class_losses.calls:
                         self.advice.averages(read, count, self._class_losses.take())
                     scaled = read.loss
@@ -780,7 +779,8 @@ class Training(Run):
             yield
             return
         before = len(self._functions)
-        with functional_losses(self._functions, self.loop.model):
+        roots = () if idle else trained_modules(self.loop.model, self.loop.criterion)
+        with functional_losses(self._functions, self.loop.model), self._class_losses.of_libraries(*roots):
             yield
         if not idle:
             self._class_losses.add(self._functions[before:])
