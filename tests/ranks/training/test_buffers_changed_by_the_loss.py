@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,7 +112,7 @@ class Meter:
     """A plain object that adds up numbers."""
 
     def __init__(self) -> None:
-        self.total, self.numbers, self.generator = 0.0, itertools.count(), torch.Generator()
+        self.total, self.numbers, self.generator = 0.0, iter(range(100)), torch.Generator()
 
 
 class Counting(TTBasicModel):
