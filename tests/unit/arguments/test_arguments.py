@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import multiprocessing.process
 import subprocess
 from collections.abc import Callable
@@ -20,6 +21,13 @@ from conftest import make_data
 from trainloop import AbstractCallback, ModelWrap, MultiOptimizer, TrainLoop, TTBasicModel
 from trainloop.errors import CheckpointError, ConfigurationError, DeviceError
 from trainloop.train_loop.arguments.checks import check_restarts
+
+# The last argument of torch's DDP that is a flag.
+NEWEST_FLAG = [
+    one.name
+    for one in inspect.signature(nn.parallel.DistributedDataParallel).parameters.values()
+    if isinstance(one.default, bool)
+][-1]
 
 
 class Net(TTBasicModel):
@@ -355,6 +363,10 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "ddp_model_args with a flag of text": (
         lambda: fit({"gpu_mode": "ddp", "devices": 2}, ddp_model_args={"find_unused_parameters": "False"}),
         ["ddp_model_args", "find_unused_parameters='False'", "True or False"],
+    ),
+    "ddp_model_args with a newer flag of text": (
+        lambda: fit({"gpu_mode": "ddp", "devices": 2}, ddp_model_args={NEWEST_FLAG: "no"}),
+        ["ddp_model_args", f"{NEWEST_FLAG}='no'", "True or False"],
     ),
     "dp_model_args unknown": (
         lambda: fit({"gpu_mode": "dp", "devices": 2}, dp_model_args={"dimension": 1}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
@@ -471,10 +472,11 @@ def check_wrapper_args(given: Any, name: str, wrapper: type) -> dict[str, Any]:
 
 
 # Flags of DistributedDataParallel: without this check, 'x' would fail in the ranks, and 'False' would count as true.
-_DDP_FLAGS = frozenset(
-    """broadcast_buffers init_sync find_unused_parameters check_reduction gradient_as_bucket_view static_graph
-    skip_all_reduce_unused_params""".split()
-)
+_DDP_FLAGS = {"broadcast_buffers", "forward_sync_buffers"} | {
+    one.name
+    for one in inspect.signature(nn.parallel.DistributedDataParallel).parameters.values()
+    if isinstance(one.default, bool)
+}
 
 
 def _check_ddp_args(given: dict[str, Any], name: str) -> None:
