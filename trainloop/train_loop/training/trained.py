@@ -249,7 +249,7 @@ class TrainedParameters:
             return
         of_buffers, in_callbacks = bit_sums(list(buffers.values())), bit_sums(list(of_callbacks.values()))
         states = _states_of(optimizers, {id(p): name for name, p in named.items()})
-        modes = {f"{name} ({type(m).__name__})": m.training for name, m in self._model.named_modules() if buffers_too}
+        modes = self._modes() if buffers_too else {}
         compared = (settings, sums, states, in_callbacks, of_buffers, [*modes.values()])
         digests = distributed.exchange_ints([zlib.crc32(repr(one).encode()) for one in compared])
         differs = [len(set(digest)) > 1 for digest in zip(*digests, strict=True)]
@@ -287,6 +287,15 @@ class TrainedParameters:
             f"the ranks' weights differ: {name} differs by up to {float(distance):.3g} between rank 0 and rank "
             f"{', '.join(map(str, odd))}. {causes}"
         )
+
+    def _modes(self) -> dict[str, bool]:
+        """Return which modules of the model and the criterion are in training mode."""
+        roots = [("model", self._model), *(("criterion", one) for one in criterion_modules(self._now_beside()[0]))]
+        return {
+            f"{path.removeprefix('model.')} ({type(module).__name__})": module.training
+            for prefix, root in roots
+            for path, module in root.named_modules(prefix=prefix)
+        }
 
     def _buffers_beside(self) -> dict[str, Tensor]:
         """Return the criterion's buffers that ``get_loss`` may change, by name."""
