@@ -353,17 +353,18 @@ class ClassLosses:
     def of_libraries(self, *roots: nn.Module) -> Iterator[None]:
         """Count calls of criteria in ``roots`` that are not torch's and ignore some targets: most average the others.
 
-        Those that call torch's have its divisor.
+        Those that call torch's have its divisor. Not in compiled models: with hooks, torch compiles again.
         """
+        modules = [module for root in roots for module in root.modules()]
         with ExitStack() as undo:
-            for module in (module for root in roots for module in root.modules()):
+            for module in modules if not any(map(is_compiled, modules)) else ():
                 is_torchs = type(module).__module__.startswith("torch.")
                 if type(getattr(module, "ignore_index", None)) is int and not is_torchs:
                     undo.callback(module.register_forward_hook(self._count_ignoring, with_kwargs=True).remove)
             yield
 
     def _count_ignoring(self, criterion: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> None:
-        if not isinstance(loss, Tensor) or divisor_of(loss) is not None or torch.compiler.is_compiling():
+        if not isinstance(loss, Tensor) or torch.compiler.is_compiling() or divisor_of(loss) is not None:
             return
         integers = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dtype == torch.int64]
         if any((target == criterion.ignore_index).any() for target in integers if not target.is_nested):

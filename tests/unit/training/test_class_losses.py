@@ -330,6 +330,22 @@ def test_a_criterion_of_another_library_that_ignores_targets_is_named(ignored: i
     assert sum("averages over the targets' weights" in str(warning.message) for warning in caught) == warns
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo reads it
+def test_a_compiled_criterion_that_ignores_targets_trains() -> None:
+    losses = []
+    data = TensorDataset(samples(64).tensors[0], torch.arange(64) % 4)
+    for compiles in (False, True):
+        torch.manual_seed(1)
+        model, criterion = Classifier().double(), Sparsemax(1)
+        if compiles:
+            criterion.compile(backend="eager")
+        sgd = optim.SGD(model.parameters(), lr=0.2)
+        loop = TrainLoop(model, DataLoader(data, 16), None, None, sgd, criterion, progress_bar=False)
+        loop.fit(num_epochs=2)
+        losses.append(loop.history["loss"])
+    assert losses[0] == losses[1]
+
+
 def test_calls_of_functions_are_looked_for_in_every_sixteenth_of_epochs_of_one_step() -> None:
     model = Functions("plain").double()
     model.looked = []
