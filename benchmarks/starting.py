@@ -267,18 +267,20 @@ def further_calls(ranks: int, whole: Table) -> list[str]:
     return [restructured(title, note, rows), restructured(f"Memory of {ranks} idle ranks", "Megabytes.", memory)]
 
 
+MOST_OF_MANY_RANKS = 3
+"""Rounds of more than two ranks: each takes a minute and a half on two cores."""
 METHODS = {"forkserver": "fork server", "spawn": "spawn"}
 
 
 def main() -> None:
-    made = parser(__doc__, rounds=5)
+    made = parser(__doc__, rounds=9)
     made.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks (2 8)")
     arguments = made.parse_args()
     size = size_of(arguments)
     page = Page("STARTING", "Starting ranks: measured", "python -m benchmarks.starting")
     lines: list[str] = []
     for ranks in arguments.ranks or ([2] if size.tiny else [2, 8]):
-        table = whole_script(ranks, size)
+        table = whole_script(ranks, size if ranks == 2 else size.at_most(MOST_OF_MANY_RANKS))
         other = dataclasses.replace(
             table,
             title=f"{table.title}, compared with the second script",
@@ -287,10 +289,12 @@ def main() -> None:
             aims={},
         )
         lines += [heading(f"{ranks} ranks"), table.text(), other.text(), *further_calls(ranks, table)]
+    fewer = size.at_most(MOST_OF_MANY_RANKS).rounds
     note = (
         "It measures a script that trains one\nstep on CPU ranks, from the first import to the end of the script: "
-        f"medians of {size.rounds} interleaved rounds.\nLightning's strategy is ``ddp_spawn``. Accelerate's "
-        "``debug_launcher`` forks the script, which works only if the\nscript has not used threads or a GPU."
+        f"medians of {size.rounds} interleaved rounds\n(with more than two ranks, {fewer}). Lightning's strategy is "
+        "``ddp_spawn``. Accelerate's ``debug_launcher`` forks\nthe script, which works only if the script has not used "
+        "threads or a GPU."
     )
     page.write(arguments.out, size, note, lines)
     if arguments.out == HERE:

@@ -27,9 +27,10 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
 from trainloop.optim.losses import split_yielded
 from trainloop.optim.parameters import own_parameters
-from trainloop.parallel.replicas import scatter as parts
 from trainloop.parallel.replicas.attributes import RegisteredParts, SetAttributes, WatchedTensors, explain_replica
+from trainloop.parallel.replicas.gather import as_rows, combine_losses, combine_predictions, gather, rows_of_ones
 from trainloop.parallel.replicas.references import copies_of, refer_to_copies, warning_of_own_parts, with_copies
+from trainloop.parallel.replicas.scatter import NotDivisibleError, batch_length, chunk_sizes, form_of, scatter
 from trainloop.parallel.transparent import SharedName, Transparent, check_not_lazy, copy_attributes
 
 _T = TypeVar("_T")
@@ -193,14 +194,14 @@ class TTDataParallel(Transparent, DataParallel):
             outputs = self._outputs(calls, devices)
             self._keep_attributes(watched, method)
             if method == "__call__":
-                return parts.gather(outputs, self.dim, sizes)
+                return gather(outputs, self.dim, sizes)
             if method == "get_predictions":
-                found = [parts.as_rows(output) for output in outputs]
+                found = [as_rows(output) for output in outputs]
                 if all(isinstance(output, tuple) for output in found):  # (y_pred, y_true, metadata) are no rows
                     if set(sizes) == {1}:
-                        found = parts.rows_of_ones(found)
-                    return tuple(parts.combine_predictions(part, sizes, self.dim) for part in zip(*found, strict=True))
-                return parts.combine_predictions(found, sizes, self.dim)
+                        found = rows_of_ones(found)
+                    return tuple(combine_predictions(part, sizes, self.dim) for part in zip(*found, strict=True))
+                return combine_predictions(found, sizes, self.dim)
             criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)
             if isinstance(outputs[0], Generator):
                 return self._yield_losses(outputs, replicas, devices, sizes, criterion, watch)
@@ -220,14 +221,14 @@ class TTDataParallel(Transparent, DataParallel):
         """Return the arguments of each replica, and its number of samples."""
         samples, self.__dict__["_tt_samples"] = self._tt_samples, None
         if samples is None:
-            chunks = parts.scatter(given, number, self.dim)
-            return chunks, parts.chunk_sizes(parts.batch_length(given, self.dim) or 0, number)
+            chunks = scatter(given, number, self.dim)
+            return chunks, chunk_sizes(batch_length(given, self.dim) or 0, number)
         key = "batch_data" if "batch_data" in given else 0
         batch = given[key]
-        others = self.__dict__.setdefault("_tt_others", {}).setdefault(parts.form_of(batch), set())
+        others = self.__dict__.setdefault("_tt_others", {}).setdefault(form_of(batch), set())
         try:
-            chunks = [{**given, key: part} for part in parts.scatter(batch, number, self.dim, samples, others)]
-        except parts.NotDivisibleError as error:
+            chunks = [{**given, key: part} for part in scatter(batch, number, self.dim, samples, others)]
+        except NotDivisibleError as error:
             chunks = [given]
             if not self._tt_warned:
                 self.__dict__["_tt_warned"] = True
@@ -237,7 +238,7 @@ class TTDataParallel(Transparent, DataParallel):
                     "parts. To divide them, let collate_fn return tensors with one row per sample, and columns in a "
                     "dict, or use gpu_mode='ddp'."
                 )
-        return chunks, parts.chunk_sizes(samples, number) if len(chunks) > 1 else [samples]
+        return chunks, chunk_sizes(samples, number) if len(chunks) > 1 else [samples]
 
     def _outputs(self, calls: Sequence[Callable[[], Any]], devices: list[torch.device]) -> list[Any]:
         """Return each replica's result, on the output device."""
@@ -262,13 +263,13 @@ class TTDataParallel(Transparent, DataParallel):
     def _combined(self, losses: list[Any], sizes: list[int], criterion: Any) -> Any:
         rule = sum_rule(self.module, criterion)
         if rule is None or isinstance(losses[0], tuple):
-            return parts.combine_losses(losses, sizes)
+            return combine_losses(losses, sizes)
         # Without a graph, use the last decision: in evaluation's first batch, losses have a graph.
         first = losses[0].values() if isinstance(losses[0], Mapping) else losses[:1]
         if rule.certain or any(getattr(loss, "requires_grad", False) for loss in first):
             self._tt_summed = rule(losses[0])
         with torch.enable_grad():
-            return parts.combine_losses(losses, sizes, self._tt_summed)
+            return combine_losses(losses, sizes, self._tt_summed)
 
     def _yield_losses(
         self,

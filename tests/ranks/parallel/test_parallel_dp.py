@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
 from trainloop.parallel import TTDataParallel
-from trainloop.parallel.replicas import scatter as parts
+from trainloop.parallel.replicas.gather import combine_losses, combine_predictions, gather, rows_of_ones
+from trainloop.parallel.replicas.scatter import NotDivisibleError, chunk_sizes, scatter
 
 # -- DP: cutting and putting together ----------------------------------------------------------------------------------
 
@@ -79,7 +80,7 @@ def plain(value: Any) -> Any:
 @pytest.mark.parametrize("num_chunks", range(1, 9))
 def test_chunks_are_those_of_torch(length: int, num_chunks: int) -> None:
     expected = [len(chunk) for chunk in torch.arange(length).chunk(num_chunks)]
-    assert parts.chunk_sizes(length, num_chunks) == expected
+    assert chunk_sizes(length, num_chunks) == expected
 
 
 t = torch.arange
@@ -114,12 +115,12 @@ ONE, ONES, NAN = torch.tensor(1.0), torch.ones(3), float("nan")
 )  # fmt: skip
 def test_scatter(value: Any, num_chunks: int, expected: list[Any]) -> None:
     before = copy.deepcopy(value)
-    assert plain(parts.scatter(value, num_chunks)) == plain(expected)
+    assert plain(scatter(value, num_chunks)) == plain(expected)
     assert plain(value) == plain(before)
 
 
 def test_scatter_along_another_dimension() -> None:
-    first, second = parts.scatter([torch.ones(2, 5), torch.ones(3)], 2, dim=1)
+    first, second = scatter([torch.ones(2, 5), torch.ones(3)], 2, dim=1)
     assert (first[0].shape, second[0].shape, second[1].shape) == ((2, 3), (2, 2), (3,))
 
 
@@ -134,10 +135,10 @@ def test_a_tensor_whose_attributes_may_belong_to_its_rows_stays_whole(labels: An
     rows = torch.arange(4.0).as_subclass(Rows)
     rows.labels = labels
     if divided:
-        assert [len(part) for part in parts.scatter({"x": rows}, 2, length=4)[0].values()] == [2]
+        assert [len(part) for part in scatter({"x": rows}, 2, length=4)[0].values()] == [2]
         return
-    with pytest.raises(parts.NotDivisibleError, match="a Rows whose attributes may belong to its rows"):
-        parts.scatter({"x": rows}, 2, length=4)
+    with pytest.raises(NotDivisibleError, match="a Rows whose attributes may belong to its rows"):
+        scatter({"x": rows}, 2, length=4)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +154,14 @@ def test_a_tensor_whose_attributes_may_belong_to_its_rows_stays_whole(labels: An
     ids=repr,
 )  # fmt: skip
 def test_losses_combine(given: list[Any], sizes: list[int], expected: Any) -> None:
-    assert plain(parts.combine_losses(given, sizes)) == plain(expected)
+    assert plain(combine_losses(given, sizes)) == plain(expected)
 
 
 @pytest.mark.parametrize("number", [float, torch.as_tensor], ids=["numbers", "tensors"])
 def test_a_part_without_weight_gives_no_gradient_even_if_its_loss_is_0_by_0(number: Any) -> None:
     x = torch.tensor([3.0, 5.0], requires_grad=True)
     losses = [((x * kept).sum() / sum(kept), number(sum(kept))) for kept in (Tensor([1, 1]), Tensor([0, 0]))]
-    loss, _ = parts.combine_losses(losses, [2, 2])
+    loss, _ = combine_losses(losses, [2, 2])
     loss.backward()
     assert loss == 4.0
     assert x.grad is not None
@@ -169,17 +170,17 @@ def test_a_part_without_weight_gives_no_gradient_even_if_its_loss_is_0_by_0(numb
 
 def test_integer_weights_divide_in_the_precision_of_the_loss() -> None:
     losses = [(torch.tensor(value, dtype=torch.float64), torch.tensor(n)) for value, n in ((1.0, 1), (2.0, 2))]
-    assert parts.combine_losses(losses, [1, 2])[0].item() == 1 / 3 + 2 * (2 / 3)
-    loss, weight = parts.combine_losses([(loss, None) for loss, _ in losses], [1, 2])
+    assert combine_losses(losses, [1, 2])[0].item() == 1 / 3 + 2 * (2 / 3)
+    loss, weight = combine_losses([(loss, None) for loss, _ in losses], [1, 2])
     assert (loss.item(), weight) == (1 / 3 + 2 * (2 / 3), None)
 
 
 def test_multi_losses_combine_by_name() -> None:
     one, two = (MultiLoss({"a": torch.tensor(a), "b": torch.tensor(8.0)}, {"a": 1, "b": 0}, False) for a in (1.0, 4.0))
-    combined = parts.combine_losses([one, two], [2, 1])
+    combined = combine_losses([one, two], [2, 1])
     assert combined.item() == {"a": 2.0, "b": 8.0}
     assert (combined.loss_optimizer_map, combined.retain_graph_until_last) == ({"a": 1, "b": 0}, False)
-    combined, weight = parts.combine_losses([(one, 1), (two, 3)], [2, 1])
+    combined, weight = combine_losses([(one, 1), (two, 3)], [2, 1])
     assert (combined.item(), weight) == ({"a": 3.25, "b": 8.0}, 4)
 
 
@@ -194,7 +195,7 @@ def test_multi_losses_combine_by_name() -> None:
 )
 def test_what_is_no_loss_is_refused(loss: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        parts.combine_losses([loss, loss], [1, 1])
+        combine_losses([loss, loss], [1, 1])
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,7 @@ def test_what_is_no_loss_is_refused(loss: Any, message: str) -> None:
     ids=repr,
 )
 def test_predictions_combine(given: list[Any], expected: Any) -> None:
-    assert plain(parts.combine_predictions(given, [1, 1])) == plain(expected)
+    assert plain(combine_predictions(given, [1, 1])) == plain(expected)
 
 
 def test_forward_outputs_are_gathered_as_dataparallel_does() -> None:
@@ -229,7 +230,7 @@ def test_forward_outputs_are_gathered_as_dataparallel_does() -> None:
         "b": [torch.tensor([0, 0]), None],
         "c": Point(torch.tensor([1, 3]), torch.tensor([2, 4])),
     }
-    assert plain(parts.gather([one, two])) == plain(expected)
+    assert plain(gather([one, two])) == plain(expected)
 
 
 @dataclasses.dataclass
@@ -366,20 +367,20 @@ def test_replicas_that_squeeze_the_axis_of_one_row_predict_as_single(size: int, 
 
 def test_metadata_without_rows_that_differ_are_the_rows_of_parts_with_one_sample() -> None:
     rows = [(t(1), t(1), {"id": torch.tensor(i), "const": 0.5}) for i in (3, 4)]
-    (*_, first), (*_, second) = parts.rows_of_ones(rows)
+    (*_, first), (*_, second) = rows_of_ones(rows)
     assert plain([first, second]) == plain([{"id": torch.tensor([i]), "const": 0.5} for i in (3, 4)])
 
 
 def test_the_rows_of_other_arrays_are_joined() -> None:
     given = [memoryview(b"ab"), memoryview(b"c")]  # has ndim, like a Categorical of pandas or an array of JAX
-    assert parts.combine_predictions(given, [2, 1]) == [97, 98, 99]
+    assert combine_predictions(given, [2, 1]) == [97, 98, 99]
 
 
 def test_predictions_have_a_row_for_each_sample_in_any_dim() -> None:
     predicted = [torch.ones(2, 3), torch.zeros(1, 3)]
-    assert parts.combine_predictions(predicted, [2, 1], dim=1).shape == (3, 3)
-    assert parts.combine_predictions([t(2), t(1)], [2, 1], dim=1).shape == (3,)
-    assert parts.combine_predictions([torch.ones(5, 2), torch.ones(5, 1)], [2, 1], dim=1).shape == (5, 3)
+    assert combine_predictions(predicted, [2, 1], dim=1).shape == (3, 3)
+    assert combine_predictions([t(2), t(1)], [2, 1], dim=1).shape == (3,)
+    assert combine_predictions([torch.ones(5, 2), torch.ones(5, 1)], [2, 1], dim=1).shape == (5, 3)
 
 
 class Spy(Net):
@@ -603,12 +604,12 @@ def test_dp_refuses_the_result_of_torch_compile_and_accepts_a_module_compiled_in
 def test_parts_that_predict_other_values_without_rows_are_an_error(values: tuple[Any, Any]) -> None:
     given = [(t(2), t(2), {"loss": value}) for value in values]
     with pytest.raises(ConfigurationError, match=r"without rows for a part of a batch, and .* for another"):
-        parts.combine_predictions(given, [2, 2])
-    assert parts.combine_predictions([float("nan"), float("nan")], [2, 2]) != 0
+        combine_predictions(given, [2, 2])
+    assert combine_predictions([float("nan"), float("nan")], [2, 2]) != 0
 
 
 def test_parts_of_which_some_predict_none_are_an_error() -> None:
-    assert parts.combine_predictions([(t(2), None, None), (t(1), None, None)], [2, 1])[1:] == (None, None)
+    assert combine_predictions([(t(2), None, None), (t(1), None, None)], [2, 1])[1:] == (None, None)
     for odd in ([(t(2), None, {}), (t(1), t(1), {})], [(t(2), t(2), {"id": t(2)}), (t(1), t(1), {"id": None})]):
         with pytest.raises(ConfigurationError, match=r"returned None for a part of a batch, and a result for another"):
-            parts.combine_predictions(odd, [2, 1])
+            combine_predictions(odd, [2, 1])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainloop import MultiLoss
 from trainloop._metrics import Recorder
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.replicas.scatter import combine_losses, combine_predictions
+from trainloop.parallel.replicas.gather import combine_losses, combine_predictions
 from trainloop.train_loop.run.evaluating import evaluating, keep_all_batches, mean_loss, predictions
 from trainloop.train_loop.run.losses import read_loss
 from trainloop.train_loop.run.rows import join_rows, on_cpu

@@ -20,7 +20,8 @@ from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop._support.nested import map_parts, map_together, packed, parts_of, paths_of, unpacked, with_parts
 from trainloop.data import SplitBatches, count_samples, move_to
 from trainloop.model import TTBasicModel
-from trainloop.parallel.replicas.scatter import combine_predictions, gather, scatter
+from trainloop.parallel.replicas.gather import combine_predictions, gather
+from trainloop.parallel.replicas.scatter import scatter
 from trainloop.train_loop.run.rows import join_rows, on_cpu
 
 Pair = namedtuple("Pair", "x y")

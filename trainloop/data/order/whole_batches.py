@@ -80,7 +80,9 @@ class WholeBatches(BatchShardSampler):
                 group = units[start : start + world_size]
                 self._visited += map(_compact, group)
                 yield self.part_of(group)
-        self.digest = digest_of([unit.tolist() if isinstance(unit, np.ndarray) else unit for unit in self._visited])
+        if world_size > 1:  # one process has nothing to compare
+            visited = [unit.tolist() if isinstance(unit, np.ndarray) else unit for unit in self._visited]
+            self.digest = digest_of(visited)
 
     def _by_position(self, order: Order) -> Iterator[tuple[list[int], RankSizes]]:
         size, length = self.base.batch_size, len(order)

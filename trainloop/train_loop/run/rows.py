@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainloop._support.nested import keys_of, map_parts, map_together, parts_of
 from trainloop.errors import ConfigurationError
-from trainloop.parallel.replicas.scatter import are_columns, are_rows, as_rows, is_table, join_arrays, join_tables
+from trainloop.parallel.replicas.gather import are_columns, are_rows, as_rows, is_table, join_arrays, join_tables
 
 Predictions = tuple[Any, Any, Any]
 
