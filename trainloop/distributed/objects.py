@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -254,6 +254,13 @@ def exchange_ints(values: Sequence[int], purpose: str = "exchange_ints") -> list
     data = np.asarray(values, dtype=np.int64).tobytes()
     gathered = _gather_bytes(purpose, Form.RAW, data)
     return [np.frombuffer(body, np.int64).tolist() if body else [] for _, body in gathered]
+
+
+def names_that_differ(mine: Mapping[str, int]) -> list[str]:
+    """Return the names, of all ranks, that have different numbers on ranks, or none on some. Collective."""
+    everyone = gather_object(dict(mine))
+    known = dict.fromkeys(name for one in everyone for name in one)
+    return [name for name in known if len({one.get(name) for one in everyone}) > 1]
 
 
 def barrier() -> None:

@@ -6,7 +6,7 @@ import functools
 import os
 import zlib
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from io import IOBase
 from itertools import islice
@@ -30,7 +30,7 @@ from trainloop.data.loader.loaders import is_stream
 from trainloop.data.loader.parts import has_state
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of
-from trainloop.distributed import exchange_ints, gather_object
+from trainloop.distributed.objects import names_that_differ
 from trainloop.optim.optimizers import all_optimizers, optimizers_of
 from trainloop.optim.parameters import criterion_modules, named_trained_parameters, trained_parameters
 from trainloop.parallel.sharded.shards import bit_sums
@@ -288,6 +288,81 @@ class Beside:
         return inner
 
 
+class ChangesBeside:
+    """What a training changes that its checkpoints do not contain, from the beginning of its first epoch on.
+
+    Create it when the first epoch begins; in ``fsdp``, on all ranks.
+
+    Parameters
+    ----------
+    loop : LoopState
+    writes : bool
+        True if the training writes checkpoints. Otherwise, only what does not come back from ranks is compared.
+    parallel : bool
+        True if there are several ranks.
+    """
+
+    def __init__(self, loop: LoopState, *, writes: bool, parallel: bool) -> None:
+        self._loop = loop
+        self._saved = saved_names(loop) if writes else None
+        self._before = Beside(loop, self._saved)
+        self._of_rank = Beside(loop, None, of_rank=True) if parallel else None
+        self._begun: Beside | None = None  # after the hooks there
+        self._by_first_epoch: dict[str, int] = {}
+        self._renewed: set[str] = set()  # of these values, those that each epoch sets back, such as a meter
+
+    def now(self, *, between_epochs: bool) -> tuple[dict[str, int], str]:
+        """Return what has changed, and a warning about what the training may depend on, or ''.
+
+        Between epochs, what each epoch sets back is not among the changes.
+        """
+        now = Beside(self._loop, self._saved)
+        changed = now.changed_since(self._before)
+        left_out = self._renewed if between_epochs else ()
+        return {path: shown for path, shown in changed.items() if path not in left_out}, now.about(self._before)
+
+    def take_first_step(self) -> None:
+        """Take what exists only since the first step."""
+        now = Beside(self._loop, self._saved)
+        if self._begun is not None:
+            self._before.complete(self._begun)
+            self._begun.values = {**now.values, **self._begun.values}  # a hook may empty them in each epoch
+        self._before.complete(now)
+
+    def take_first_epoch(self, changed: dict[str, int]) -> None:
+        """Note what the first epoch has changed."""
+        self._by_first_epoch = changed
+
+    def find_renewed(self, *, has_hooks: bool) -> None:
+        """After the hooks at the beginning of an epoch, find what they set back: a resumed epoch begins with it, too.
+
+        They leave it as in the first epoch. (A flag that they toggle is as it was before them, but not after them.)
+        """
+        changed, self._by_first_epoch = self._by_first_epoch, {}
+        if self._saved is None or not (changed or has_hooks):
+            return
+        if changed:
+            now = Beside(self._loop, self._saved).changed_since(self._begun or self._before)
+            self._renewed = changed.keys() - now
+        elif self._begun is None:
+            self._begun = Beside(self._loop, self._saved)
+
+    def warn_of_ranks(self) -> None:
+        """Warn, on rank 0, about values of the model that ranks have changed differently. Collective."""
+        if self._of_rank is None:
+            return
+        now = Beside(self._loop, None, of_rank=True)
+        odd = names_that_differ({name: now.values[name] for name in now.continued(self._of_rank)})
+        if odd and self._loop.is_global_zero:
+            warn_or_print(
+                f"the training has changed the attributes {described_names(odd)} differently on each rank, as each has "
+                "a part of the samples. After fit, your model has the values of one rank only. For a mean over all "
+                "samples, call self.log. Call compute() of a metric of torchmetrics in a hook, where it reads all "
+                "ranks. Otherwise, combine the ranks' values in the model's on_train_end "
+                "(trainloop.distributed.all_reduce)."
+            )
+
+
 def saved_names(loop: LoopState) -> set[str]:
     """Return the names that checkpoints contain, also those of buffers that are still None.
 
@@ -364,38 +439,15 @@ def warn_of_unlike_tensors(loop: LoopState) -> None:
 
     Parameters and buffers are not among them, since rank 0's are sent to all ranks.
     """
-    everyone = gather_object(Beside(loop, saved_names(loop)).tensors())
+    unlike = names_that_differ(Beside(loop, saved_names(loop)).tensors())
     sent = {name for name, _ in named_trained_parameters(loop.model, loop.criterion, loop.optimizer)}
-    odd = [name for name in _unlike(everyone) if name not in sent]
+    odd = [name for name in unlike if name not in sent]
     if odd and loop.is_global_zero:
         warn_or_print(
             f"the tensors {described_names(odd)} differ between ranks, as each rank has created the model for itself. "
             "Register them as buffers, which are sent from rank 0 to all ranks, or call torch.manual_seed before the "
             "model is created. Ignore this if each rank should have its own values."
         )
-
-
-def warn_of_values_of_ranks(loop: LoopState, before: Beside) -> None:
-    """Warn, on rank 0, about values of the model that ranks have changed differently since ``before``. Collective."""
-    now = Beside(loop, None, of_rank=True)
-    mine = {name: now.values[name] for name in now.continued(before)}
-    sums = exchange_ints([zlib.crc32(repr(mine).encode())])
-    if all(one == sums[0] for one in sums):
-        return
-    odd = _unlike(gather_object(mine))
-    if odd and loop.is_global_zero:
-        warn_or_print(
-            f"the training has changed the attributes {described_names(odd)} differently on each rank, as each has a "
-            "part of the samples. After fit, your model has the values of one rank only. For a mean over all samples, "
-            "call self.log. Call compute() of a metric of torchmetrics in a hook, where it reads all ranks. Otherwise, "
-            "combine the ranks' values in the model's on_train_end (trainloop.distributed.all_reduce)."
-        )
-
-
-def _unlike(everyone: Sequence[dict[str, int]]) -> list[str]:
-    """Return the names that have different values on ranks, or none on some."""
-    known = dict.fromkeys(name for one in everyone for name in one)
-    return [name for name in known if len({one.get(name) for one in everyone}) > 1]
 
 
 def _kind_of_value(value: Any) -> Any:

@@ -29,7 +29,7 @@ from trainloop.parallel.dp import refuse_changes_in_get_loss
 from trainloop.parallel.sharded.shards import clip_gradients, is_sharded, local_shard
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.run.losses import BatchLoss, read_loss
-from trainloop.train_loop.training.consistency import check_same_on_all_ranks
+from trainloop.train_loop.training.consistency import SameWeights, check_same_on_all_ranks
 from trainloop.train_loop.training.own_weights import OwnWeights
 from trainloop.train_loop.training.step_weight import Converted, StepWeight, as_factor
 from trainloop.train_loop.training.trained import TrainedParameters
@@ -82,6 +82,7 @@ class Gradients:
             if has_ranks(loop.gpu_mode)
             else None
         )
+        self._same = SameWeights(loop.model, lambda: loop.criterion)
         self._take_parameters()
         watched = loop.grad_accumulation + 1  # until the second step: in the first, a network's copy equals it
         if place.collective:
@@ -189,7 +190,7 @@ class Gradients:
     def _follow(self, trained: TrainedParameters) -> None:
         trained.note()
         self._take_parameters()
-        trained.check_same_weights(self._place.wrapper)  # torch 2.6 sends rank 0's to all ranks when it wraps
+        self._same.check(self._place.wrapper, trained.beside)  # torch 2.6 sends rank 0's to all ranks when it wraps
         self._place.wrap_again()
 
     def assigned(self, name: str) -> None:
@@ -234,7 +235,9 @@ class Gradients:
             # A rank without a batch in the last step has not changed its buffers.
             buffers_too = not self.weight.ragged
             callbacks = self._run.loop.callbacks
-            self.trained.check_same_weights(self._place.wrapper, self.optimizers, callbacks, buffers_too=buffers_too)
+            self._same.check(
+                self._place.wrapper, self.trained.beside, self.optimizers, callbacks, buffers_too=buffers_too
+            )
 
     def begin_step(self, ragged: bool) -> None:
         """Prepare for a step; ``ragged`` is True if ranks have different numbers of micro-batches. Collective."""

@@ -58,7 +58,7 @@ from trainloop.train_loop.run.losses import explain_backward, explain_freed_grap
 from trainloop.train_loop.run.placement import Placement
 from trainloop.train_loop.run.run import STEPS_BETWEEN_FLUSHES, Run
 from trainloop.train_loop.saving import collect, cut_epochs, load
-from trainloop.train_loop.saving.beside import Beside, saved_names, warn_of_unlike_tensors, warn_of_values_of_ranks
+from trainloop.train_loop.saving.beside import ChangesBeside, warn_of_unlike_tensors
 from trainloop.train_loop.training.advice import Advice
 from trainloop.train_loop.training.consistency import check_same_on_all_ranks, requested_settings, share_refusals
 from trainloop.train_loop.training.gradients import Gradients
@@ -142,12 +142,7 @@ class Training(Run):
         """True from an epoch's last step until the next epoch begins: failures then lose no step."""
         self._held: dict[str, Any] | None = None  # what a checkpoint of the last finished step needs
         self._cut: dict[str, Any] | None = None  # position in the epoch in which the previous fit ended
-        self._beside: Beside | None = None  # at the beginning of the first epoch
-        self._of_rank: Beside | None = None
-        self._begun: Beside | None = None  # after the hooks there
-        self._renewed: set[str] = set()  # of these attributes, what each epoch resets, such as a meter
-        self._changed_first: dict[str, int] = {}  # by the first epoch
-        self._saved: set[str] | None = None
+        self._changes: ChangesBeside | None = None  # from the beginning of the first epoch on
         self._epoch_ended = False  # a callback has ended the epoch, before the checkpoint that this run resumes from
 
     def train(self) -> int:
@@ -315,37 +310,17 @@ class Training(Run):
 
     def changed_beside(self) -> dict[str, int]:
         """Return what the training has changed and checkpoints do not contain; warn of what it may depend on."""
-        if self._beside is None or not self.loop.is_global_zero:
+        if self._changes is None or not self.loop.is_global_zero:
             return {}
-        now = Beside(self.loop, self._saved)
-        self.advice.once("beside", now.about(self._beside))
-        changed = now.changed_since(self._beside)
-        between = self.epoch_finished or not self.epoch_steps
-        return {path: shown for path, shown in changed.items() if not between or path not in self._renewed}
+        changed, warning = self._changes.now(between_epochs=self.epoch_finished or not self.epoch_steps)
+        self.advice.once("beside", warning)
+        return changed
 
     def _after_first_step(self) -> None:
         """Look at what exists only now; called after the first step of each epoch."""
         self.advice.monitors()
-        if self._beside is not None and not self.clock.epochs and self.loop.is_global_zero:
-            now = Beside(self.loop, self._saved)
-            if self._begun is not None:
-                self._beside.complete(self._begun)
-                self._begun.values = {**now.values, **self._begun.values}  # a hook may empty them in each epoch
-            self._beside.complete(now)
-
-    def _find_renewed(self) -> None:
-        """Find what the hooks at the beginning of an epoch have set back: a resumed epoch begins with it, too.
-
-        They leave it as in the first epoch. (A flag that they toggle is as it was before them, but not after them.)
-        """
-        changed, self._changed_first = self._changed_first, {}
-        if self._beside is None or self._saved is None or not (changed or self.hooks.on_epoch_begin):
-            return
-        if changed:
-            now = Beside(self.loop, self._saved).changed_since(self._begun or self._beside)
-            self._renewed = changed.keys() - now
-        elif self._begun is None:
-            self._begun = Beside(self.loop, self._saved)
+        if self._changes is not None and not self.clock.epochs and self.loop.is_global_zero:
+            self._changes.take_first_step()
 
     # -- what callbacks change ---------------------------------------------------------------------------------------
 
@@ -434,8 +409,8 @@ class Training(Run):
             if loop.end_auto_eval and loop.test_loader is not None:
                 self.evaluate(loop.test_loader, "test_loader", "test", losses_into_history=True)
             self._call_in_turn("on_train_end")
-            if self._of_rank is not None:
-                warn_of_values_of_ranks(loop, self._of_rank)
+            if self._changes is not None:
+                self._changes.warn_of_ranks()
             loop.history.end_row()
             self.finished = True
             for saver in self.savers if has_work_at_end(loop) else ():
@@ -508,10 +483,8 @@ class Training(Run):
         loop.progress.epoch_ends = False
         self.stop.clear(END_EPOCH)  # all ranks do so between two exchanges: at the last epoch's end, and below
         self._follow_callbacks()
-        if self._beside is None and (self.parallel or self._writes()):
-            self._saved = saved_names(loop) if self._writes() else None
-            self._beside = Beside(loop, self._saved)
-            self._of_rank = Beside(loop, None, of_rank=True) if self.parallel else None
+        if self._changes is None and (self.parallel or self._writes()):
+            self._changes = ChangesBeside(loop, writes=self._writes(), parallel=self.parallel)
         # In ranks, the cut has each rank's state. A hook resets it, but this epoch continues.
         carried = None if self.parallel or self._cut is None else copy.deepcopy(carried_state_of(loop.model))
         if self.skip_steps == 0:
@@ -524,7 +497,8 @@ class Training(Run):
                     hook()
             if trains and not loop.model.training:
                 self.advice.eval_undone()
-            self._find_renewed()
+            if self._changes is not None:
+                self._changes.find_renewed(has_hooks=bool(hooks))
         # This is after the hook, in which callbacks may change everything, and before the first forward.
         self.take_data(loop.epoch)
         settings = requested_settings(self, gather=self._job.gather, resume=None) if self.parallel else {}
@@ -635,8 +609,8 @@ class Training(Run):
             self.evaluate(loop.validation_loader, "validation_loader", "validation", losses_into_history=True)
         self.epoch_finished = True
         self._call_in_turn("on_epoch_end")
-        if len(self.clock.epochs) == 1:
-            self._changed_first = self.changed_beside()
+        if len(self.clock.epochs) == 1 and self._changes is not None:
+            self._changes.take_first_epoch(self.changed_beside())
         if self.display.enabled:
             self.display.row(loop.history.row(loop.epoch), self.clock.epochs[-1])
         # Increase it only now: hooks and logs at the end of the epoch still count for that epoch.
