@@ -1,5 +1,6 @@
 """Run a part of the tests with each Python that is installed here, and the oldest and the newest torch for each.
 
+With the oldest Python and the oldest torch, the core's other packages are the oldest that ``setup.cfg`` allows, too.
 ``make test-versions`` runs it and prints a table for the README. Each pair gets an environment of its own (5 GB with
 CUDA's libraries), which is deleted afterwards. A Python that is not here is listed as such.
 """
@@ -7,6 +8,7 @@ CUDA's libraries), which is deleted afterwards. A Python that is not here is lis
 from __future__ import annotations
 
 import argparse
+import configparser
 import os
 import re
 import shutil
@@ -40,6 +42,15 @@ def torch_versions(python: str) -> list[str]:
     return [".".join(map(str, release)) for release in sorted(releases) if release[:2] >= OLDEST_TORCH]
 
 
+def oldest_allowed() -> list[str]:
+    """Return what pip installs for the oldest versions that ``setup.cfg`` allows of the core's packages but torch."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    required = setup["options"]["install_requires"].split()
+    pinned = [one.replace(">=", "==") for one in required if not one.startswith("torch>=")]
+    return [*pinned, "protobuf<5"]  # what a tensorboard of that time reads with its own plugins
+
+
 def constraints_without_torch() -> str:
     """Return the project's constraints, without torch and what torch pins itself.
 
@@ -51,8 +62,11 @@ def constraints_without_torch() -> str:
     return "\n".join(line.partition(" ;")[0] if line.startswith(aws) else line for line in kept)
 
 
-def tried(python: str, torch: str, folder: Path, arguments: list[str]) -> tuple[str, bool]:
-    """Run the tests with one pair of versions; return the summary and whether all passed."""
+def tried(python: str, torch: str, folder: Path, arguments: list[str], *, oldest: bool) -> tuple[str, bool]:
+    """Run the tests with one pair of versions; return the summary and whether all passed.
+
+    With ``oldest``, the core's other packages are the oldest that ``setup.cfg`` allows.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     log = Path(f"{folder}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +76,7 @@ def tried(python: str, torch: str, folder: Path, arguments: list[str]) -> tuple[
     steps = [
         [python, "-m", "venv", str(folder)],
         [own, "-m", "pip", "install", "-q", "-c", str(constraints), f"torch=={torch}", "-e", f"{ROOT}[test]"],
+        *([[own, "-m", "pip", "install", "-q", *oldest_allowed()]] if oldest else []),
         [own, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", *TESTS, *arguments],
     ]
     try:
@@ -116,7 +131,8 @@ def main() -> int:
             rows.append((version, torch, "", "not run"))
         else:
             begin = time.monotonic()
-            result, ok = tried(python, torch, options.folder / f"{version}-{torch}", arguments)
+            oldest = version == PYTHONS[0] and torch.startswith("{}.{}.".format(*OLDEST_TORCH))
+            result, ok = tried(python, torch, options.folder / f"{version}-{torch}", arguments, oldest=oldest)
             passed &= ok
             rows.append((version, torch, result, "ok" if ok else "FAILED"))
             print(*rows[-1], f"({(time.monotonic() - begin) / 60:.0f} min)", flush=True)
