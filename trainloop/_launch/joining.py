@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trainloop._launch.rank_process import RankTerminated, started_as, started_by_launch, unblocking
-from trainloop._support.forks import guard_forks
+from trainloop._support.forks import guard_forks, wait_for_gloo
 from trainloop._support.platform import user_id
 from trainloop._support.signals import ends_by_sigterm, signals
 from trainloop._support.stopping import GroupStop, LocalStop, SharedStop, State, StopAgreement
@@ -24,7 +24,7 @@ from trainloop._support.user_line import warn
 from trainloop._transfer.pages import anonymous_file, close_file
 from trainloop.distributed import Rank, exchange_ints
 from trainloop.distributed.peers import only_trusted_peers
-from trainloop.distributed.ranks import leave_group, release_last_work
+from trainloop.distributed.ranks import leave_group
 from trainloop.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -238,8 +238,8 @@ def join(
     backend = backend or backend_for(devices or [device])
     guard_forks()
     # This covers a group that the caller has created and that still exists at exit, too.
-    atexit.unregister(release_last_work)
-    atexit.register(release_last_work)
+    atexit.unregister(wait_for_gloo)
+    atexit.register(wait_for_gloo)
     with contextlib.ExitStack() as undo:
         if device.type == "cuda":
             # Not set_device(): resetting the previous device would create a context on a GPU of another rank.

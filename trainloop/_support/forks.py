@@ -1,4 +1,4 @@
-"""Protect forked children (mainly loader workers) of a process that has, or had, a process group."""
+"""Protect forked children (mainly loader workers) of a process that has, or had, a process group; wait for Gloo."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import gc
 import os
 import sys
 import threading
+import time
+from pathlib import Path
+
+_REST_S = 2.0  # longest wait for Gloo's threads at exit
+_REST_BEFORE_FORK_S = 0.1  # and before a fork: an exchange may take longer
+# CPython before 3.10.15 and 3.11.10 (python/cpython#112275).
+_CHILDREN_MAY_HANG = sys.version_info < (3, 10, 15) or (3, 11) <= sys.version_info < (3, 11, 10)
 
 
 @functools.cache
@@ -29,9 +36,11 @@ def guard_forks() -> None:
         if gc.isenabled():
             switched_off.add(threading.get_ident())
             gc.disable()
-        # In CPython before 3.10.15 and 3.11.10, a child hangs if another thread, such as Gloo's, is creating its Python
-        # thread state (python/cpython#112275). This call waits for such a thread, but can't stop one that begins later.
-        sys._current_frames()
+        if _CHILDREN_MAY_HANG:
+            # A child hangs if another thread is creating or deleting its Python thread state. Gloo's threads do so
+            # after an exchange, to destroy tensors. The second call waits for any other thread's.
+            wait_for_gloo(_REST_BEFORE_FORK_S)
+            sys._current_frames()
 
     def after_in_parent() -> None:
         if threading.get_ident() in switched_off:
@@ -45,3 +54,25 @@ def guard_forks() -> None:
             gc.enable()
 
     os.register_at_fork(before=before, after_in_parent=after_in_parent, after_in_child=after_in_child)
+
+
+def wait_for_gloo(at_most_s: float = _REST_S) -> None:
+    """Wait until the threads of all Gloo groups are idle; called at exit, and before forks.
+
+    After an exchange, a thread destroys the exchanged tensors, which may have Python objects. This needs the GIL. A
+    thread that requests the GIL while the interpreter shuts down aborts the process (torch 2.6 to 2.15).
+    """
+    deadline = time.monotonic() + at_most_s
+    busy = True
+    while busy and time.monotonic() < deadline:
+        time.sleep(0.005)  # releases the GIL for waiting threads
+        busy = any(map(_is_busy, Path("/proc/self/task").glob("*")))
+
+
+def _is_busy(task: Path) -> bool:
+    """Return True if this is a thread of Gloo that is running or runnable."""
+    try:
+        name, state = (task / "stat").read_text().rpartition(")")[::2]
+    except OSError:  # the thread has just ended
+        return False
+    return "(pt_gloo_" in name and not state.startswith(" S")

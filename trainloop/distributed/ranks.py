@@ -8,12 +8,10 @@ import gc
 import importlib
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -29,7 +27,6 @@ if dist.is_available():
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_REST_S = 2.0
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 _whole_batch: ContextVar[bool] = ContextVar("whole_batch", default=False)
 _one_rank: ContextVar[str] = ContextVar("one_rank", default="")
@@ -169,28 +166,6 @@ def _destroy_group() -> None:
     # the GIL only if Python destroys Gloo's part itself (torch 2.6), or the group (later versions).
     del group
     del gloo
-
-
-def release_last_work() -> None:
-    """Wait until the threads of all Gloo groups are idle; called at exit.
-
-    After an exchange, a thread destroys the exchanged tensors, which may have Python objects. This needs the GIL. A
-    thread that requests the GIL while the interpreter shuts down aborts the process (torch 2.6 to 2.15).
-    """
-    deadline = time.monotonic() + _REST_S
-    busy = True
-    while busy and time.monotonic() < deadline:
-        time.sleep(0.005)  # releases the GIL for waiting threads
-        busy = any(map(_is_busy, Path("/proc/self/task").glob("*")))
-
-
-def _is_busy(task: Path) -> bool:
-    """Return True if this is a thread of Gloo that is running or runnable."""
-    try:
-        name, state = (task / "stat").read_text().rpartition(")")[::2]
-    except OSError:  # the thread has just ended
-        return False
-    return "(pt_gloo_" in name and not state.startswith(" S")
 
 
 def get_rank() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainloop.distributed.ranks import leave_group, release_last_work
+from trainloop._support import forks
+from trainloop._support.forks import guard_forks, wait_for_gloo
+from trainloop.distributed.ranks import leave_group
 from trainloop.parallel import TTDistributedDataParallel
 
 
@@ -64,24 +67,41 @@ def test_a_released_wrapper_keeps_no_group(threads_before: int) -> None:
     assert gloo_threads() <= threads_before
 
 
-def test_the_exit_waits_for_threads_that_are_busy() -> None:
-    state = {"busy": True}
+@pytest.fixture
+def busy() -> Iterator[dict[str, bool]]:
+    """Whether a thread with the name of Gloo's is at work, for the first 50 ms."""
+    state = {"now": True}
 
     def runs_on() -> None:
         ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop", 0, 0, 0)
         named.set()
-        data, end = bytes(2**24), time.monotonic() + 0.3
+        data, end = bytes(2**22), time.monotonic() + 0.05
         while time.monotonic() < end:
             hashlib.sha256(data)  # without the interpreter's lock
-        state["busy"] = False
+        state["now"] = False
 
     named = threading.Event()
     thread = threading.Thread(target=runs_on)
     thread.start()
     named.wait()
-    release_last_work()
-    assert not state["busy"]
+    yield state
     thread.join()
+
+
+def test_the_exit_waits_for_threads_that_are_busy(busy: dict[str, bool]) -> None:
+    wait_for_gloo()
+    assert not busy["now"]
+
+
+@pytest.mark.skipif(not forks._CHILDREN_MAY_HANG, reason="this Python forks safely beside threads that begin or end")
+def test_a_fork_waits_for_them_too(busy: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "_REST_BEFORE_FORK_S", 2.0)  # a slow machine
+    guard_forks()
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    assert not busy["now"]
+    os.waitpid(child, 0)
 
 
 def test_a_failed_rank_aborts_all_groups_of_torch_2_6(threads_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
