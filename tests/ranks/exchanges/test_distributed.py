@@ -150,6 +150,8 @@ def test_all_gather_keeps_the_kind_of_dict() -> None:
         (0.1, "mean", 0.1),
         (1j, "mean", 1j),
         (np.arange(2), "sum", torch.arange(2)),
+        (np.arange(2)[::-1], "sum", torch.tensor([1, 0])),
+        (np.arange(2, dtype=">i4"), "sum", torch.arange(2, dtype=torch.int32)),
         ({"a": [1, None], "b": Pair(2.0, ())}, "max", {"a": [1, None], "b": Pair(2.0, ())}),
     ],
     ids=str,
@@ -183,6 +185,7 @@ def test_objects_in_one_process() -> None:
         (lambda: td.all_gather(np.array(["x"])), TypeError, "value is of type ndarray, not a tensor or a number"),
         (lambda: td.all_gather(torch.eye(2).to_sparse()), TypeError, r"layout torch.sparse_coo.*\.to_dense\(\)"),
         (lambda: td.all_reduce([1j], "max"), TypeError, r"value\[0\] is complex.*no order"),
+        (lambda: td.all_gather([2**63]), TypeError, r"value\[0\] is 9223372036854775808.* 64 bits.*gather_object"),
     ],
 )
 def test_wrong_values(call: Any, error: type[Exception], message: str) -> None:
@@ -266,6 +269,7 @@ def exchanges() -> dict[str, Any]:
         "other function": error_of(lambda: td.all_gather(1) if rank else td.all_reduce(1, "sum")),
         "other reduction": error_of(lambda: td.all_reduce(1, "max" if rank else "sum")),
         "complex": error_of(lambda: td.all_reduce(1j, "max")),
+        "too long a sum": error_of(lambda: td.all_reduce(2**62 if rank else 1, "sum")),
         "gather": error_of(lambda: td.gather_object(Unpicklable() if rank else 1)),
         "gather to": error_of(lambda: td.gather_to(Unpicklable() if rank else 1)),
         "gather to nobody": error_of(lambda: td.gather_to(1, dst=2)),
@@ -338,6 +342,9 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "different exchanges (rank 0: all_reduce('sum'), rank 1: all_gather)" in errors["other function"]
     assert "different exchanges (rank 0: all_reduce('sum'), rank 1: all_reduce('max'))" in errors["other reduction"]
     assert errors["complex"].startswith("TypeError: all_reduce('max'): value is complex")
+    assert errors["too long a sum"].startswith(
+        "TypeError: all_reduce('sum'): on rank 1, value is 4611686018427387904, "
+    )
     assert errors["gather"].startswith(
         "UnpicklableError: gather_object: the object of rank 1 can't be pickled (Unpicklable: RuntimeError: holds a "
     )
