@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from trainloop._support.nested import parts_of, paths_of, with_parts
 from trainloop.distributed.objects import backend_of, cpu_group, gather_object, reaches_others
-from trainloop.distributed.ranks import get_world_size, has_group, with_value
+from trainloop.distributed.ranks import get_world_size, has_group, outside_of_graphs, with_value
 from trainloop.distributed.wire import SAME_CALLS
 from trainloop.errors import ConfigurationError
 
@@ -195,6 +195,7 @@ def _own_tensors(value: Any, call: str, summands: int = 1) -> dict[str, Tensor]:
     return found
 
 
+@outside_of_graphs
 def all_gather(value: Any, *, concat: bool = False) -> Any:
     """Gather the values of all ranks on every rank, along a new first axis; gradients flow back through it.
 
@@ -312,6 +313,7 @@ class _Flow(torch.autograd.Function):
         return own.to(gradient.device, ctx.dtype), None, None, None
 
 
+@outside_of_graphs
 def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
     """Reduce the values of all ranks to one value, and return it on every rank. The input is not changed.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import threading
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -383,6 +384,35 @@ def test_a_gloo_group_is_made_beside_one_that_takes_no_cpu_tensors(tmp_path: Pat
     for facts in run_ranks(beside_a_group_without_cpu, 2, str(tmp_path), folder=tmp_path):
         assert facts["first"][:-1] == facts["second"][:-1] == [[[0], [1]], [0, 1], 1, 1]
         assert facts["first"][-1] == 1
+
+
+def within_compiled_code() -> dict[str, Any]:
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def exchanging(x: torch.Tensor) -> Any:
+        y = td.all_gather(x * 2, concat=True).sum() + td.all_reduce(x.detach().sum(), "sum")
+        return y + td.exchange_ints([3])[0][0] + len(td.gather_object("x")) + len(td.broadcast_object("yes"))
+
+    compiled = torch.compile(exchanging, backend=backend)
+    x = torch.ones(2, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo hides one of torch's own, but not where warnings are errors
+        for _ in range(3):
+            y = compiled(x)
+            y.backward()
+    return {"y": y.item(), "gradient": x.grad, "graphs": len(graphs)}
+
+
+@pytest.mark.long
+def test_compiled_code_calls_the_exchanges_and_does_not_contain_them(tmp_path: Path) -> None:
+    for facts in run_ranks(within_compiled_code, 2, folder=tmp_path):
+        assert facts["y"] == 8 + 4 + 3 + 2 + 3
+        assert facts["gradient"].tolist() == [12, 12]  # the sum over ranks of three passes
+        assert facts["graphs"] <= 6  # the parts of the function; with the exchanges' own code, more than 20
 
 
 def test_unpicklable_error_is_a_type_error() -> None:
