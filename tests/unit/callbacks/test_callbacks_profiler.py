@@ -110,6 +110,15 @@ def test_throughput_is_samples_over_seconds(accumulation: int) -> None:
     assert history["throughput/mfu"][-1] == pytest.approx(history["throughput/flops_per_s"][-1] / 1e9)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_flops_of_the_threads_of_replicas_are_not_counted_in_part(devices: int) -> None:
+    monitor = ThroughputMonitor(flops=True)
+    loop = make_loop(gpu_mode="dp", accelerator="cpu", devices=devices)
+    with pytest.raises(ConfigurationError, match="of several replicas") if devices > 1 else nullcontext():
+        loop.fit(num_epochs=1, callbacks=[monitor])
+    assert monitor.flops_per_step == (None if devices > 1 else 2 * (16 * 2 * 8 * 3))
+
+
 @pytest.mark.parametrize(
     ("gpu", "peak"),
     [

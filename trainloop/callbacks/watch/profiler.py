@@ -209,7 +209,7 @@ class ThroughputMonitor(AbstractCallback):
         texts.
     flops : bool
         Count the FLOPs of the first step, forward and backward, with ``torch.utils.flop_counter``, and assume the same
-        number for every step. Can't be used with ``compile``.
+        number for every step. Can't be used with ``compile``, nor in ``dp`` with several devices.
     peak_flops : float, optional
         Peak FLOPs per second of one device. Default: NVIDIA's value for 16-bit floats, if the GPU is known
         and is no MIG instance.
@@ -252,6 +252,11 @@ class ThroughputMonitor(AbstractCallback):
         if self.flops and loop.options.compile_args is not None:
             raise ConfigurationError(
                 "ThroughputMonitor(flops=True) with compile: FLOPs can't be counted in compiled code. Leave flops out."
+            )
+        if self.flops and loop.gpu_mode == "dp" and len(loop.run_config.devices) > 1:
+            raise ConfigurationError(
+                "ThroughputMonitor(flops=True) with gpu_mode='dp': FLOPs can't be counted in the threads of several "
+                "replicas. Leave flops out, or use gpu_mode='ddp'."
             )
         if self.peak_flops is None and loop.device.type == "cuda":
             self.peak_flops = _peak_of(torch.cuda.get_device_name(loop.device))
