@@ -13,7 +13,13 @@ import torch.distributed as dist
 
 from trainloop._support.user_line import warn
 from trainloop.distributed.peers import only_trusted_peers
-from trainloop.distributed.ranks import exchanges_nothing, get_world_size, has_group, refuse_on_one_rank
+from trainloop.distributed.ranks import (
+    exchanges_nothing,
+    get_world_size,
+    has_group,
+    outside_of_graphs,
+    refuse_on_one_rank,
+)
 from trainloop.distributed.wire import BLOCK, SHORT, Form, Message, Session, decoded, encoded
 from trainloop.errors import ConfigurationError
 
@@ -140,6 +146,7 @@ def gather_object(obj: T) -> list[T]:
     return gathered
 
 
+@outside_of_graphs
 def broadcast_object(obj: T, src: int = 0) -> T:
     """Return the object of rank ``src`` on every rank.
 
@@ -214,6 +221,7 @@ def gather_to(obj: T, dst: int = 0) -> list[T] | None:
     return _gather_objects("gather_to", obj, dst)
 
 
+@outside_of_graphs
 def _gather_objects(call: str, obj: T, dst: int | None = None) -> list[T] | None:
     """Return every rank's object, on every rank or, with ``dst``, only on that rank."""
     if not reaches_others(call):
@@ -228,6 +236,7 @@ def _gather_objects(call: str, obj: T, dst: int | None = None) -> list[T] | None
     return [obj if rank == me else decoded(*entry, session) for rank, entry in enumerate(gathered)]
 
 
+@outside_of_graphs
 def exchange_ints(values: Sequence[int], purpose: str = "exchange_ints") -> list[list[int]]:
     """Return the integers of all ranks, on every rank. This is the cheapest exchange.
 
@@ -263,6 +272,7 @@ def names_that_differ(mine: Mapping[str, int]) -> list[str]:
     return [name for name in known if len({one.get(name) for one in everyone}) > 1]
 
 
+@outside_of_graphs
 def barrier() -> None:
     """Wait until every rank has called this function.
 

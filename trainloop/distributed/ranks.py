@@ -205,6 +205,22 @@ def is_global_zero() -> bool:
     return get_rank() == 0
 
 
+def outside_of_graphs(f: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function that exchanges values: compiled code calls it, instead of containing it.
+
+    torch.compile would compile messages, their keys and their counters into many graphs, and compile them again for
+    each new message.
+    """
+
+    @functools.wraps(f)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(f)(*args, **kwargs)
+        return f(*args, **kwargs)
+
+    return called
+
+
 def rank_zero_only(f: Callable[P, T]) -> Callable[P, T | None]:
     """Decorate a function to run on global rank 0 only; on other ranks a call does nothing and returns ``None``.
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from trainloop._support.nested import parts_of, paths_of, with_parts
 from trainloop.distributed.objects import backend_of, cpu_group, gather_object, reaches_others
-from trainloop.distributed.ranks import get_world_size, has_group, with_value
+from trainloop.distributed.ranks import get_world_size, has_group, outside_of_graphs, with_value
 from trainloop.distributed.wire import SAME_CALLS
 from trainloop.errors import ConfigurationError
 
@@ -25,6 +25,7 @@ _Reduce = Literal["mean", "sum", "min", "max"]
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _OPS = {"mean": "SUM", "sum": "SUM", "min": "MIN", "max": "MAX"}
 _BUCKET_BYTES = 32 * 2**20
+_LARGEST = 2**63 - 1
 
 
 class _Leaf(NamedTuple):
@@ -53,7 +54,8 @@ def _map_leaves(value: Any, leaf: Callable[[Any, str], Any], path: str = "") -> 
     )
 
 
-def _as_tensor(value: Any, path: str) -> Tensor:
+def _as_tensor(value: Any, path: str, summands: int) -> Tensor:
+    """Return a leaf as a tensor; Python integers must fit into 64 bits, also the sum of ``summands`` of this size."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             raise TypeError(f"value{path} is a tensor of layout {value.layout}. Pass a dense tensor (.to_dense())")
@@ -61,11 +63,17 @@ def _as_tensor(value: Any, path: str) -> Tensor:
     if isinstance(value, float):  # exactly as float64; the conversion to the default dtype would round it
         return torch.tensor(value, dtype=torch.float64, device="cpu")
     if isinstance(value, (bool, int)):
+        if not -_LARGEST - 1 <= value * summands <= _LARGEST:
+            raise TypeError(
+                f"value{path} is {value}, of which the {'sum' if summands > 1 else 'value'} may not fit into 64 bits. "
+                "Pass a float, or use gather_object, which accepts all integers"
+            )
         return torch.tensor(value, device="cpu")
     if isinstance(value, complex):
         return torch.tensor(value, dtype=torch.complex128, device="cpu")
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
-        return torch.as_tensor(np.asarray(value), device="cpu")
+        # torch accepts neither negative strides nor another byte order.
+        return torch.as_tensor(np.asarray(value, value.dtype.newbyteorder("="), order="C"), device="cpu")
     raise TypeError(
         f"value{path} is of type {type(value).__name__}, not a tensor or a number. Use gather_object for other objects"
     )
@@ -164,7 +172,7 @@ _borrowed: ContextVar[bool] = ContextVar("borrowed", default=False)
 _noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
 
 
-def _own_tensors(value: Any, call: str) -> dict[str, Tensor]:
+def _own_tensors(value: Any, call: str, summands: int = 1) -> dict[str, Tensor]:
     """Return the leaves of this rank's value as tensors without a gradient, by path."""
     if (noted := _noted.get()) is not None:
         noted.append(call)
@@ -181,12 +189,13 @@ def _own_tensors(value: Any, call: str) -> dict[str, Tensor]:
         )
     found: dict[str, Tensor] = {}
     try:
-        _map_leaves(value, lambda item, path: found.update({path: _as_tensor(item, path)}))
+        _map_leaves(value, lambda item, path: found.update({path: _as_tensor(item, path, summands)}))
     except TypeError as e:
         _everyone(str(e), call)  # raises, here and on the other ranks
     return found
 
 
+@outside_of_graphs
 def all_gather(value: Any, *, concat: bool = False) -> Any:
     """Gather the values of all ranks on every rank, along a new first axis; gradients flow back through it.
 
@@ -215,7 +224,7 @@ def all_gather(value: Any, *, concat: bool = False) -> Any:
         On every rank, if ranks pass different structures or shapes, or if tensors require a gradient on some ranks
         only. The message says what each rank passed.
     TypeError
-        On every rank, if a rank passes an object that is not a tensor or number.
+        On every rank, if a rank passes an object that is not a tensor or number, or an integer of more than 64 bits.
 
     Notes
     -----
@@ -304,6 +313,7 @@ class _Flow(torch.autograd.Function):
         return own.to(gradient.device, ctx.dtype), None, None, None
 
 
+@outside_of_graphs
 def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
     """Reduce the values of all ranks to one value, and return it on every rank. The input is not changed.
 
@@ -330,7 +340,8 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
     ConfigurationError
         If ``reduce`` is not one of the four names.
     ValueError, TypeError
-        As in :func:`all_gather`; also for the 'min' and 'max' of complex numbers.
+        As in :func:`all_gather`; also for the 'min' and 'max' of complex numbers, and for Python integers of which the
+        sum may not fit into 64 bits.
 
     Notes
     -----
@@ -344,7 +355,7 @@ def all_reduce(value: Any, reduce: _Reduce = "mean") -> Any:
     if reduce not in _OPS:
         raise ConfigurationError(f"reduce={reduce!r}: must be 'mean', 'sum', 'min' or 'max'.")
     call = f"all_reduce('{reduce}')"
-    tensors = _own_tensors(value, call)
+    tensors = _own_tensors(value, call, get_world_size() if reduce == "sum" else 1)
     if reaches_others("all_reduce"):
         agreed = _agreed_exchanges(call, tensors)
     else:

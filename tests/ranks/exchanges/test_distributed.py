@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import threading
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,6 +151,8 @@ def test_all_gather_keeps_the_kind_of_dict() -> None:
         (0.1, "mean", 0.1),
         (1j, "mean", 1j),
         (np.arange(2), "sum", torch.arange(2)),
+        (np.arange(2)[::-1], "sum", torch.tensor([1, 0])),
+        (np.arange(2, dtype=">i4"), "sum", torch.arange(2, dtype=torch.int32)),
         ({"a": [1, None], "b": Pair(2.0, ())}, "max", {"a": [1, None], "b": Pair(2.0, ())}),
     ],
     ids=str,
@@ -183,6 +186,7 @@ def test_objects_in_one_process() -> None:
         (lambda: td.all_gather(np.array(["x"])), TypeError, "value is of type ndarray, not a tensor or a number"),
         (lambda: td.all_gather(torch.eye(2).to_sparse()), TypeError, r"layout torch.sparse_coo.*\.to_dense\(\)"),
         (lambda: td.all_reduce([1j], "max"), TypeError, r"value\[0\] is complex.*no order"),
+        (lambda: td.all_gather([2**63]), TypeError, r"value\[0\] is 9223372036854775808.* 64 bits.*gather_object"),
     ],
 )
 def test_wrong_values(call: Any, error: type[Exception], message: str) -> None:
@@ -266,6 +270,7 @@ def exchanges() -> dict[str, Any]:
         "other function": error_of(lambda: td.all_gather(1) if rank else td.all_reduce(1, "sum")),
         "other reduction": error_of(lambda: td.all_reduce(1, "max" if rank else "sum")),
         "complex": error_of(lambda: td.all_reduce(1j, "max")),
+        "too long a sum": error_of(lambda: td.all_reduce(2**62 if rank else 1, "sum")),
         "gather": error_of(lambda: td.gather_object(Unpicklable() if rank else 1)),
         "gather to": error_of(lambda: td.gather_to(Unpicklable() if rank else 1)),
         "gather to nobody": error_of(lambda: td.gather_to(1, dst=2)),
@@ -338,6 +343,9 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "different exchanges (rank 0: all_reduce('sum'), rank 1: all_gather)" in errors["other function"]
     assert "different exchanges (rank 0: all_reduce('sum'), rank 1: all_reduce('max'))" in errors["other reduction"]
     assert errors["complex"].startswith("TypeError: all_reduce('max'): value is complex")
+    assert errors["too long a sum"].startswith(
+        "TypeError: all_reduce('sum'): on rank 1, value is 4611686018427387904, "
+    )
     assert errors["gather"].startswith(
         "UnpicklableError: gather_object: the object of rank 1 can't be pickled (Unpicklable: RuntimeError: holds a "
     )
@@ -376,6 +384,35 @@ def test_a_gloo_group_is_made_beside_one_that_takes_no_cpu_tensors(tmp_path: Pat
     for facts in run_ranks(beside_a_group_without_cpu, 2, str(tmp_path), folder=tmp_path):
         assert facts["first"][:-1] == facts["second"][:-1] == [[[0], [1]], [0, 1], 1, 1]
         assert facts["first"][-1] == 1
+
+
+def within_compiled_code() -> dict[str, Any]:
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def exchanging(x: torch.Tensor) -> Any:
+        y = td.all_gather(x * 2, concat=True).sum() + td.all_reduce(x.detach().sum(), "sum")
+        return y + td.exchange_ints([3])[0][0] + len(td.gather_object("x")) + len(td.broadcast_object("yes"))
+
+    compiled = torch.compile(exchanging, backend=backend)
+    x = torch.ones(2, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo hides one of torch's own, but not where warnings are errors
+        for _ in range(3):
+            y = compiled(x)
+            y.backward()
+    return {"y": y.item(), "gradient": x.grad, "graphs": len(graphs)}
+
+
+@pytest.mark.long
+def test_compiled_code_calls_the_exchanges_and_does_not_contain_them(tmp_path: Path) -> None:
+    for facts in run_ranks(within_compiled_code, 2, folder=tmp_path):
+        assert facts["y"] == 8 + 4 + 3 + 2 + 3
+        assert facts["gradient"].tolist() == [12, 12]  # the sum over ranks of three passes
+        assert facts["graphs"] <= 6  # the parts of the function; with the exchanges' own code, more than 20
 
 
 def test_unpicklable_error_is_a_type_error() -> None:

@@ -72,6 +72,15 @@ class Slow:
             yield batch
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_warning_says_that_the_threads_of_replicas_are_not_profiled(tmp_path: Path, devices: int) -> None:
+    profiler = Profiler(tmp_path, skip=0, warmup=1, active=1)
+    loop = make_loop(gpu_mode="dp", accelerator="cpu", devices=devices)
+    with pytest.warns(UserWarning, match="threads of several replicas") if devices > 1 else nullcontext():
+        loop.fit(num_epochs=1, callbacks=[profiler])
+    assert ("aten::addmm" in profiler.table) == (devices == 1)
+
+
 def test_several_profilers_need_steps_of_their_own(tmp_path: Path) -> None:
     def traced(*skips: int, ranks: tuple[int | None, ...] = (None, None)) -> list[str]:
         both = [
@@ -108,6 +117,15 @@ def test_throughput_is_samples_over_seconds(accumulation: int) -> None:
     # A step of whole batches: one product forward, one backward for the weights.
     assert monitor.flops_per_step == accumulation * 2 * (16 * 2 * 8 * 3)
     assert history["throughput/mfu"][-1] == pytest.approx(history["throughput/flops_per_s"][-1] / 1e9)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_flops_of_the_threads_of_replicas_are_not_counted_in_part(devices: int) -> None:
+    monitor = ThroughputMonitor(flops=True)
+    loop = make_loop(gpu_mode="dp", accelerator="cpu", devices=devices)
+    with pytest.raises(ConfigurationError, match="of several replicas") if devices > 1 else nullcontext():
+        loop.fit(num_epochs=1, callbacks=[monitor])
+    assert monitor.flops_per_step == (None if devices > 1 else 2 * (16 * 2 * 8 * 3))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import check_counts, check_flags, number_of, path_of
 from trainloop.callbacks.base import AbstractCallback, logs_nothing, require_alone
 from trainloop.callbacks.files import warning_if_not_written
@@ -18,6 +19,8 @@ from trainloop.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
+
+    from trainloop.callbacks.loop import Loop
 
 __all__ = ["Profiler", "ThroughputMonitor"]
 
@@ -105,6 +108,11 @@ class Profiler(AbstractCallback):
             raise ConfigurationError(f"Profiler: dirpath={self.dirpath!r} can't be created ({error}).") from error
 
     def on_train_begin(self) -> None:
+        if _has_replicas(self.train_loop_obj):
+            warn(
+                "Profiler with gpu_mode='dp': torch does not profile the threads of several replicas, so that the "
+                "forward passes are missing on the CPU. Profile gpu_mode='single' or 'ddp'."
+            )
         self._steps = 0
         self._begin_if_due()
 
@@ -162,6 +170,11 @@ class Profiler(AbstractCallback):
         return {name: value for name, value in self.__dict__.items() if name != "_running"}
 
 
+def _has_replicas(loop: Loop) -> bool:
+    """Return True if threads run the forward passes, of which torch's modes and profiler of this thread see nothing."""
+    return loop.gpu_mode == "dp" and len(loop.run_config.devices) > 1
+
+
 # Peak 16-bit FLOPs per second without sparsity, from NVIDIA's data sheets. The first key that a GPU's name contains
 # applies.
 _PEAKS = {
@@ -209,7 +222,7 @@ class ThroughputMonitor(AbstractCallback):
         texts.
     flops : bool
         Count the FLOPs of the first step, forward and backward, with ``torch.utils.flop_counter``, and assume the same
-        number for every step. Can't be used with ``compile``.
+        number for every step. Can't be used with ``compile``, nor in ``dp`` with several devices.
     peak_flops : float, optional
         Peak FLOPs per second of one device. Default: NVIDIA's value for 16-bit floats, if the GPU is known
         and is no MIG instance.
@@ -252,6 +265,11 @@ class ThroughputMonitor(AbstractCallback):
         if self.flops and loop.options.compile_args is not None:
             raise ConfigurationError(
                 "ThroughputMonitor(flops=True) with compile: FLOPs can't be counted in compiled code. Leave flops out."
+            )
+        if self.flops and _has_replicas(loop):
+            raise ConfigurationError(
+                "ThroughputMonitor(flops=True) with gpu_mode='dp': FLOPs can't be counted in the threads of several "
+                "replicas. Leave flops out, or use gpu_mode='ddp'."
             )
         if self.peak_flops is None and loop.device.type == "cuda":
             self.peak_flops = _peak_of(torch.cuda.get_device_name(loop.device))

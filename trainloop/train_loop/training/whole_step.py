@@ -12,6 +12,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from trainloop.optim import MultiOptimizer
 from trainloop.optim.optimizers import is_scheduled, is_watched, note_steps_elsewhere
 from trainloop.train_loop.run.losses import split_loss
 from trainloop.train_loop.training.training import Training
+
+# How the lines of tracebacks begin that are not the user's.
+_LIBRARIES = tuple(f'File "{folder}' for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
 
 
 class WholeStepTraining(Training):
@@ -93,7 +97,7 @@ class WholeStepTraining(Training):
         except Exception as error:
             if not self._may_continue(error):
                 raise
-            self._stop_compiling(f"{type(error).__name__}: {_first_line(error)}")
+            self._stop_compiling(f"{type(error).__name__}: {_described(error)}")
             self._logged.clear()
             return super().forward_backward(step, first=first, begun=1, wants_loss=wants_loss)
         if not self._settings:
@@ -339,5 +343,9 @@ def _without_torchs_warnings() -> Iterator[None]:
         yield
 
 
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+def _described(error: Exception) -> str:
+    """Return a compiler's error in one line: its title, its explanation, and the innermost line of the user's code."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
+    places = [line for line in lines if line.startswith('File "') and not line.startswith(_LIBRARIES)]
+    return "; ".join([*(lines[:1] or ["no message"]), *explained[:1], *places[-1:]])
