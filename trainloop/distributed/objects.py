@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -254,13 +255,19 @@ def exchange_ints(values: Sequence[int], purpose: str = "exchange_ints") -> list
     list of list of int
         Entry r has the values of rank r.
 
+    Raises
+    ------
+    TypeError
+        If a value is no integer.
+
     Notes
     -----
     A call takes one exchange over Gloo for up to 128 integers, otherwise two.
     """
+    integers = [*map(operator.index, values)]  # int() would round
     if not has_group():
-        return [[int(value) for value in values]]
-    data = np.asarray(values, dtype=np.int64).tobytes()
+        return [integers]
+    data = np.asarray(integers, dtype=np.int64).tobytes()
     gathered = _gather_bytes(purpose, Form.RAW, data)
     return [np.frombuffer(body, np.int64).tolist() if body else [] for _, body in gathered]
 

@@ -187,6 +187,7 @@ def test_objects_in_one_process() -> None:
         (lambda: td.all_gather(torch.eye(2).to_sparse()), TypeError, r"layout torch.sparse_coo.*\.to_dense\(\)"),
         (lambda: td.all_reduce([1j], "max"), TypeError, r"value\[0\] is complex.*no order"),
         (lambda: td.all_gather([2**63]), TypeError, r"value\[0\] is 9223372036854775808.* 64 bits.*gather_object"),
+        (lambda: td.exchange_ints([1, 2.5]), TypeError, "float"),
     ],
 )
 def test_wrong_values(call: Any, error: type[Exception], message: str) -> None:
