@@ -38,12 +38,24 @@ class SumRule:
 
     certain: bool
     """True if the model declares sums. False if only the criterion does: ``get_loss`` may have divided its sum."""
+    known: bool | frozenset[str] | None = None
+    """What an earlier loss was, which has decided for all; ``None`` if each loss is looked at."""
 
-    def __call__(self, loss: Tensor | Mapping[str, Tensor]) -> bool:
-        """Return True if this loss is a sum. If only the criterion declares it, check the loss's graph, if any."""
-        if self.certain:
-            return True
-        return not any(map(_is_divided, [loss] if isinstance(loss, Tensor) else loss.values()))
+    def __call__(self, loss: Tensor | Mapping[str, Tensor]) -> bool | frozenset[str]:
+        """Return True if this loss is a sum; the names of those that are, if only some losses of several are.
+
+        If only the criterion declares it, check the loss's graph, if any.
+        """
+        if self.known is not None:
+            return self.known
+        if isinstance(loss, Tensor):
+            return self.certain or not _is_divided(loss)
+        summed = frozenset(
+            name
+            for name, part in loss.items()
+            if divisor_of(part) is None and (self.certain or not _is_mean(part))  # with a weight, it is a mean
+        )
+        return summed if len(summed) < len(loss) else True
 
 
 def sum_rule(model: Any, criterion: Any) -> SumRule | None:
@@ -155,6 +167,25 @@ def _is_divided(loss: Tensor) -> bool:
         and node.next_functions[1][0] is None  # the operands: dividend and divisor
         for node in graph_nodes([loss], _is_of_scalar)
     )
+
+
+def _is_mean(loss: Tensor) -> bool:
+    """Return True if a sum was divided to get this loss, or if it adds only means of torch."""
+    if _is_divided(loss):
+        return True
+    found = {
+        node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
+        for node in graph_nodes([loss], _is_linear)
+        if not _is_linear(node)
+    }
+    return found == {True}
+
+
+def _is_linear(node: Any) -> bool:
+    """Return True for the nodes of sums, and of products with a number."""
+    if node.name().startswith(("AddBackward", "SubBackward", "NegBackward")):
+        return True
+    return node.name().startswith("MulBackward") and any(before is None for before, _ in node.next_functions)
 
 
 def graph_nodes(tensors: Iterable[Tensor], enters: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
