@@ -49,7 +49,7 @@ class SumRule:
         if self.known is not None:
             return self.known
         if isinstance(loss, Tensor):
-            return self.certain or not _is_divided(loss)
+            return self.certain or not _is_mean(loss)
         summed = frozenset(
             name
             for name, part in loss.items()
@@ -182,15 +182,17 @@ def _is_mean(loss: Tensor) -> bool:
 
 
 def _is_linear(node: Any) -> bool:
-    """Return True for the nodes of sums, and of products with a number."""
+    """Return True for the nodes of sums, of products with a number, and of the mean of a single number."""
     if node.name().startswith(("AddBackward", "SubBackward", "NegBackward")):
         return True
+    if node.name().startswith("MeanBackward"):
+        return _is_of_scalar(node.next_functions[0][0])
     return node.name().startswith("MulBackward") and any(before is None for before, _ in node.next_functions)
 
 
 def graph_nodes(tensors: Iterable[Tensor], enters: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
     """Yield each node of the autograd graphs of tensors once; those before a node only if ``enters(node)`` is true."""
-    nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
+    nodes: list[Any] = [getattr(tensor, "trainloop_graph", tensor.grad_fn) for tensor in tensors]
     seen = {None}
     while nodes:
         node = nodes.pop()
@@ -320,6 +322,12 @@ def attach_divisor(loss: Tensor, divisor: Tensor | float | None) -> Tensor:
     if divisor is not None:
         loss.trainloop_divisor = divisor  # type: ignore[attr-defined]
     return loss
+
+
+def in_place_of(loss: Tensor, output: Tensor) -> Tensor:
+    """Let a tensor that a wrapper has made of a loss be read like the loss itself: by its graph and its divisor."""
+    loss.trainloop_graph = output.grad_fn  # type: ignore[attr-defined]
+    return attach_divisor(loss, divisor_of(output))
 
 
 def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor | float:

@@ -93,7 +93,7 @@ class SumAndMeans(Net):
         units = (x > 0).sum()
         signs = self.body(x).square().sum() / units
         return MultiLoss(
-            {"class": criterion(self(x), y), "size": 0.1 * self.body(x).square().mean(), "signs": (signs, units)}
+            {"size": 0.1 * self.body(x).square().mean(), "class": criterion(self(x), y), "signs": (signs, units)}
         )
 
 

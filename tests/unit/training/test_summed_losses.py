@@ -257,7 +257,16 @@ def test_a_division_tells() -> None:
     x = torch.ones(5, 3)
     outputs = layer(x / x.sum())  # the model's own divisions are none of the loss
     loss = nn.MSELoss(reduction="sum")(outputs / 7, torch.zeros(5, 2))
-    for is_sum in (loss, loss + loss, 0.5 * loss, loss / sigma, loss.double(), loss.detach(), loss.reshape(1)):
+    for is_sum in (
+        loss,
+        loss + loss,
+        0.5 * loss,
+        loss / sigma,
+        loss.double(),
+        loss.detach(),
+        loss.reshape(1),
+        loss.mean(),
+    ):
         assert rule(is_sum)
     for is_mean in (loss / 5, loss.div(5) + 1, loss / torch.tensor(5), 0.1 * (loss / 5) + loss):
         assert not rule(is_mean)
