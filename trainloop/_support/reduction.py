@@ -38,12 +38,24 @@ class SumRule:
 
     certain: bool
     """True if the model declares sums. False if only the criterion does: ``get_loss`` may have divided its sum."""
+    known: bool | frozenset[str] | None = None
+    """What an earlier loss was, which has decided for all; ``None`` if each loss is looked at."""
 
-    def __call__(self, loss: Tensor | Mapping[str, Tensor]) -> bool:
-        """Return True if this loss is a sum. If only the criterion declares it, check the loss's graph, if any."""
-        if self.certain:
-            return True
-        return not any(map(_is_divided, [loss] if isinstance(loss, Tensor) else loss.values()))
+    def __call__(self, loss: Tensor | Mapping[str, Tensor]) -> bool | frozenset[str]:
+        """Return True if this loss is a sum; the names of those that are, if only some losses of several are.
+
+        If only the criterion declares it, check the loss's graph, if any.
+        """
+        if self.known is not None:
+            return self.known
+        if isinstance(loss, Tensor):
+            return self.certain or not _is_mean(loss)
+        summed = frozenset(
+            name
+            for name, part in loss.items()
+            if divisor_of(part) is None and (self.certain or not _is_mean(part))  # with a weight, it is a mean
+        )
+        return summed if len(summed) < len(loss) else True
 
 
 def sum_rule(model: Any, criterion: Any) -> SumRule | None:
@@ -157,9 +169,30 @@ def _is_divided(loss: Tensor) -> bool:
     )
 
 
+def _is_mean(loss: Tensor) -> bool:
+    """Return True if a sum was divided to get this loss, or if it adds only means of torch."""
+    if _is_divided(loss):
+        return True
+    found = {
+        node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
+        for node in graph_nodes([loss], _is_linear)
+        if not _is_linear(node)
+    }
+    return found == {True}
+
+
+def _is_linear(node: Any) -> bool:
+    """Return True for the nodes of sums, of products with a number, and of the mean of a single number."""
+    if node.name().startswith(("AddBackward", "SubBackward", "NegBackward")):
+        return True
+    if node.name().startswith("MeanBackward"):
+        return _is_of_scalar(node.next_functions[0][0])
+    return node.name().startswith("MulBackward") and any(before is None for before, _ in node.next_functions)
+
+
 def graph_nodes(tensors: Iterable[Tensor], enters: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
     """Yield each node of the autograd graphs of tensors once; those before a node only if ``enters(node)`` is true."""
-    nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
+    nodes: list[Any] = [getattr(tensor, "trainloop_graph", tensor.grad_fn) for tensor in tensors]
     seen = {None}
     while nodes:
         node = nodes.pop()
@@ -289,6 +322,12 @@ def attach_divisor(loss: Tensor, divisor: Tensor | float | None) -> Tensor:
     if divisor is not None:
         loss.trainloop_divisor = divisor  # type: ignore[attr-defined]
     return loss
+
+
+def in_place_of(loss: Tensor, output: Tensor) -> Tensor:
+    """Let a tensor that a wrapper has made of a loss be read like the loss itself: by its graph and its divisor."""
+    loss.trainloop_graph = output.grad_fn  # type: ignore[attr-defined]
+    return attach_divisor(loss, divisor_of(output))
 
 
 def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor | float:

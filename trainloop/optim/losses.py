@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,9 +99,12 @@ class MultiLoss(Mapping[str, Tensor]):
         }
         return self if indices == self.loss_optimizer_map else self._with_losses(self.loss_dict, indices)
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> MultiLoss:
-        """Return the same losses, with ``function`` applied to each."""
-        losses = {name: attach_divisor(function(loss), attached_divisor(loss)) for name, loss in self.loss_dict.items()}
+    def map(self, function: Callable[[Tensor], Tensor], names: Container[str] | None = None) -> MultiLoss:
+        """Return the same losses, with ``function`` applied to each, or to those in ``names``."""
+        losses = {
+            name: attach_divisor(function(loss), attached_divisor(loss)) if names is None or name in names else loss
+            for name, loss in self.loss_dict.items()
+        }
         return self._with_losses(losses, self.loss_optimizer_map)
 
     def _with_losses(self, losses: dict[str, Tensor], loss_optimizer_map: Mapping[str, int | str] | None) -> MultiLoss:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainloop._support.reduction import attach_divisor, divisor_of
+from trainloop._support.reduction import in_place_of
 from trainloop.optim import MultiLoss
 
 
@@ -28,7 +28,7 @@ def with_multi_losses(opened: Any, output: Any) -> Any:
     if type(output) is tuple:
         return tuple(with_multi_losses(item, like) for item, like in zip(opened, output, strict=True))
     # torch's wrappers may return another tensor: a copy that has their backward hook.
-    return attach_divisor(opened, divisor_of(output)) if isinstance(output, Tensor) and opened is not output else opened
+    return in_place_of(opened, output) if isinstance(output, Tensor) and opened is not output else opened
 
 
 def without_dict_classes(batch: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from trainloop._support.forks import guard_forks
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.nested import map_parts, tensors_of
-from trainloop._support.reduction import attach_divisor, divisor_of
+from trainloop._support.reduction import in_place_of
 from trainloop.distributed.objects import cpu_group
 from trainloop.distributed.tensors import buckets
 from trainloop.errors import ConfigurationError
@@ -411,7 +411,7 @@ class WeighingDataParallel(TTDistributedDataParallel):
         if not isinstance(output, Tensor) or not output.requires_grad:
             return output
         # The added values are zeros, which change no bit of the loss.
-        return attach_divisor(output + self._tt_carrier.sum().to(output.dtype), divisor_of(output))
+        return in_place_of(output + self._tt_carrier.sum().to(output.dtype), output)
 
     def carry(self, numbers: Tensor) -> None:
         """Set the four numbers of a micro-batch, between its ``get_loss`` and its backward."""

@@ -143,7 +143,8 @@ class TTDataParallel(Transparent, DataParallel):
         self.dim = dim  # DataParallel does not set it without a GPU
         self._become_transparent()
 
-    _tt_summed = True  # True if the last loss was a sum over samples; used only if the criterion may compute sums
+    # What the last loss was, as combine_losses takes it; used only if the criterion may compute sums.
+    _tt_summed: bool | frozenset[str] = True
     _tt_watches = False
     _tt_compared = 0  # number of the next calls of get_loss whose changes of values are found, too
     _tt_samples: int | None = None

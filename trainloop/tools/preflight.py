@@ -217,7 +217,7 @@ def _one_batch(loop: TrainLoop[Any]) -> str:
     value = _loss_value(read.loss)
     if not math.isfinite(value):
         raise _Found(f"the first batch's loss is {value}. Check its inputs and the model's initial weights.")
-    if not read.explicit:
+    if not read.explicit and isinstance(read.is_sum, bool):
         _check_reduction(model, batch, size, criterion, declared_sum=read.is_sum)
     weight = read.units if read.explicit else None
     weights = weight.values() if isinstance(weight, Mapping) else [] if weight is None else [weight]

@@ -85,6 +85,18 @@ class TwoLosses(Net):
         return MultiLoss({"class": criterion(self(x), y), "size": self.body(x).square().mean()})
 
 
+class SumAndMeans(Net):
+    """The criterion's sum, a mean over samples, and a mean over units of its own."""
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        units = (x > 0).sum()
+        signs = self.body(x).square().sum() / units
+        return MultiLoss(
+            {"size": 0.1 * self.body(x).square().mean(), "class": criterion(self(x), y), "signs": (signs, units)}
+        )
+
+
 class TwoOptimizers(TwoLosses):
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         losses = super().get_loss(batch_data, criterion, device)
@@ -127,6 +139,19 @@ def two_losses(model: Any, criterion: Any, x: Tensor, y: Tensor) -> Tensor:
     return criterion(model(x), y) + model.body(x).square().mean()
 
 
+def sum_and_means(model: Any, criterion: Any, x: Tensor, y: Tensor) -> Tensor:
+    squares = model.body(x).square()
+    return criterion(model(x), y) + 0.1 * squares.mean() + squares.sum() / (x > 0).sum()
+
+
+def mean_of_sum(model: Any, criterion: Any, x: Tensor, y: Tensor) -> Tensor:
+    return criterion(model(x), y) / len(x)
+
+
+def mean_of_sum_and_means(model: Any, criterion: Any, x: Tensor, y: Tensor) -> Tensor:
+    return sum_and_means(model, nn.CrossEntropyLoss(), x, y)
+
+
 def sgd(model: nn.Module, criterion: Any) -> Any:
     trained = [p for module in (model, criterion) for p in module.parameters() if p.requires_grad]
     return torch.optim.SGD(trained, lr=0.1, momentum=0.9, weight_decay=1e-3)
@@ -150,6 +175,7 @@ class Kind(NamedTuple):
     criterion: Callable[[], nn.Module] = nn.CrossEntropyLoss
     optimizer: Callable[[nn.Module, Any], Any] = sgd
     max_norm: float | None = None
+    mean: Callable[[Any, Any, Tensor, Tensor], Any] | None = None  # what an evaluation shows, if it is not the loss
 
 
 def ignoring() -> nn.Module:
@@ -178,7 +204,8 @@ KINDS = {
     "class weights": Kind(Net, criterion=class_weighted),
     "class weights, smoothed": Kind(Net, criterion=smoothed),
     "ignored targets": Kind(Net, criterion=ignoring),
-    "a sum": Kind(Net, criterion=summed, optimizer=adam),
+    "a sum": Kind(Net, criterion=summed, optimizer=adam, mean=mean_of_sum),
+    "a sum and means": Kind(SumAndMeans, sum_and_means, summed, adam, mean=mean_of_sum_and_means),
     "a criterion with a parameter": Kind(Net, criterion=Margin),
     "two losses": Kind(TwoLosses, two_losses, ignoring),
     "two optimizers": Kind(TwoOptimizers, two_losses, ignoring, by_part),
@@ -234,7 +261,7 @@ def expected(name: str, data: str, ranks: int) -> tuple[dict[str, Tensor], float
                 one.zero_grad()
     x, y = data_of(21).tensors
     with torch.no_grad():
-        loss = kind.loss(model, criterion, x, y) / (len(x) if name == "a sum" else 1)
+        loss = (kind.mean or kind.loss)(model, criterion, x, y)
         return {**model.state_dict(), **criterion.state_dict()}, loss.item(), model(x).argmax(1)
 
 

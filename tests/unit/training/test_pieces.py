@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit.columns_model import chunks, make_model
 from kit.small_loop import Net, make_loop
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop
@@ -55,10 +57,53 @@ def make(workers: int = 0, data: Any = None, *, shuffle: bool = True, **kwargs: 
     return tl
 
 
+class Noisy(Dataset[Any]):
+    """Draws noise from generators of its own."""
+
+    def __init__(self) -> None:
+        self.data = make_data()
+        self.torch, self.python = torch.Generator().manual_seed(0), random.Random(0)
+        self.numpy = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.data[index]
+        return x + torch.rand((), generator=self.torch) + self.python.random() + float(self.numpy.random()), y
+
+
+class NoisyByEpoch(Noisy):
+    """Seeds them when an epoch begins."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.torch.manual_seed(epoch)
+        self.python.seed(epoch)
+        self.numpy = np.random.default_rng(epoch)
+
+
+class NoisyStream(IterableDataset[Any], NoisyByEpoch):  # type: ignore[misc]
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(len(self)):
+            yield self[index]
+
+
 def state_of(tl: TrainLoop) -> Any:
     rates = [group["lr"] for group in tl.optimizer.param_groups]
     weights = [p.tolist() for p in tl.model.parameters()]
     return weights, rates, tl.model.seen, tl.history.to_dict(), tl.epoch, tl.global_step, tl.total_iteration_idx
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("kind", [Noisy, NoisyByEpoch, NoisyStream])
+def test_generators_of_a_dataset_continue(kind: Any, seed: int | None) -> None:
+    def fit(*pieces: int) -> Any:
+        tl = make(data=kind(), shuffle=kind is not NoisyStream, seed=seed)
+        for number in pieces:
+            tl.fit(num_iterations=number)
+        return tl.model.seen
+
+    assert fit(3, 2, 6) == fit(11)  # an epoch has 7 batches
 
 
 @pytest.mark.long(every=3)

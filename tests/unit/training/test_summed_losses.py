@@ -122,6 +122,78 @@ def test_equals_the_loop_by_hand(kind: Any, criterion: Any, mode: str) -> None:
     assert tl.history["val_loss"][-1] == pytest.approx(validation, rel=1e-9)
 
 
+class SumAndMean(VAE):
+    """The criterion's sum, a mean of its own, and a mean over units of its own, which get_loss yields or returns."""
+
+    def losses(self, x: Tensor, criterion: Any) -> dict[str, Any]:
+        drawn, mu, _ = self(x)
+        return {"drawn": criterion(drawn, x), "mu": 0.1 * mu.square().mean(), "out": (drawn.square().mean(), len(x))}
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return MultiLoss(self.losses(batch_data[0].sigmoid(), criterion))
+
+
+class YieldsBoth(SumAndMean):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x = batch_data[0].sigmoid()
+        for _ in range(2):
+            yield "drawn", self.losses(x, criterion)["drawn"] / len(x)
+        yield "mu", self.losses(x, criterion)["drawn"]
+
+
+class DeclaresSums(SumAndMean):
+    loss_reduction = "sum"
+
+    def losses(self, x: Tensor, criterion: Any) -> dict[str, Any]:
+        return {**super().losses(x, criterion), "mu": self(x)[1].square().sum()}
+
+
+@pytest.mark.parametrize("mode", ["accumulated", "dp"])
+@pytest.mark.parametrize("kind", [SumAndMean, DeclaresSums])
+def test_sums_and_means_of_one_multiloss(kind: Any, mode: str) -> None:
+    torch.manual_seed(0)
+    ours = kind().double()
+    theirs = copy.deepcopy(ours)
+    whole = [(x.double(), y) for x, y in DataLoader(make_data(), batch_size=24)]
+    optimizer = optim.SGD(theirs.parameters(), lr=0.001)
+    shown: dict[str, float] = {"drawn": 0.0, "mu": 0.0, "out": 0.0}
+    for x, _ in whole:
+        losses = theirs.losses(x.sigmoid(), BCE)
+        (losses["drawn"] + losses["mu"] + losses["out"][0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, loss in losses.items():
+            mean = loss[0] if isinstance(loss, tuple) else loss
+            is_sum = name == "drawn" or (name == "mu" and kind is DeclaresSums)
+            shown[name] += mean.item() * (1 if is_sum else len(x)) / 101
+    small = [(x[i : i + 7], y[i : i + 7]) for x, y in whole for i in range(0, len(x), 7)]  # 7 7 7 3, and 5
+    tl = TrainLoop(
+        ours,
+        small if mode == "accumulated" else whole,
+        optimizer=optim.SGD(ours.parameters(), lr=0.001),
+        criterion=BCE,
+        accelerator="cpu",
+        progress_bar=False,
+        gpu_mode="dp" if mode == "dp" else "single",
+        devices=3 if mode == "dp" else "auto",
+    )
+    tl.fit(num_epochs=1, grad_accumulation=4 if mode == "accumulated" else 1)
+    assert reference.largest_difference(ours, theirs) < 1e-12
+    for name, mean in shown.items():
+        assert tl.history[f"loss_{name}"] == [pytest.approx(mean, rel=1e-9)]
+    with torch.no_grad():
+        drawn = sum(theirs.losses(x.sigmoid(), BCE)["drawn"].item() for x, _ in whole) / 101
+    assert tl.evaluate(whole)["loss_drawn"] == pytest.approx(drawn, rel=1e-9)
+
+
+def test_an_evaluation_reads_each_yielded_loss() -> None:
+    """One optimizer's losses are means of the criterion's sum, the other's is this sum itself."""
+    torch.manual_seed(0)
+    model = YieldsBoth()
+    loss = TrainLoop(model, None, criterion=BCE, progress_bar=False).evaluate(DataLoader(make_data(), batch_size=24))
+    assert loss["loss_drawn"] == pytest.approx(loss["loss_mu"], rel=1e-6)
+
+
 def test_a_weight_speaks_for_itself() -> None:
     class Weighted(VAE):
         def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
@@ -185,16 +257,23 @@ def test_a_division_tells() -> None:
     x = torch.ones(5, 3)
     outputs = layer(x / x.sum())  # the model's own divisions are none of the loss
     loss = nn.MSELoss(reduction="sum")(outputs / 7, torch.zeros(5, 2))
-    for is_sum in (loss, loss + loss, 0.5 * loss, loss / sigma, loss.double(), loss.detach(), loss.reshape(1)):
-        assert rule(is_sum)
-    for is_mean in (
-        loss / 5,
-        loss.div(5) + 1,
-        loss / torch.tensor(5),
-        0.1 * (loss / 5) + loss,
-        {"a": loss, "b": loss / 5},
+    for is_sum in (
+        loss,
+        loss + loss,
+        0.5 * loss,
+        loss / sigma,
+        loss.double(),
+        loss.detach(),
+        loss.reshape(1),
+        loss.mean(),
     ):
+        assert rule(is_sum)
+    for is_mean in (loss / 5, loss.div(5) + 1, loss / torch.tensor(5), 0.1 * (loss / 5) + loss):
         assert not rule(is_mean)
+    assert rule({"a": loss, "b": loss / 5, "c": 0.1 * outputs.mean(), "d": outputs.sum() + outputs.mean()}) == {
+        "a",
+        "d",
+    }
     loss /= 5
     assert not rule(loss)
 

@@ -122,6 +122,15 @@ def set_generator_states(loaders: Iterable[Any], states: Iterable[Mapping[str, A
         set_states(generators_of(loader), saved)
 
 
+def generators_of_datasets(loader: Any) -> dict[str, Generator]:
+    """Return the generators that are attributes of a loader's datasets."""
+    loader = loader.loader if isinstance(loader, SplitBatches) else loader
+    found: dict[str, Generator] = {}
+    for number, part in enumerate(datasets_of(loader, parts_of_loader(loader)).values()):
+        _add_attributes(found, str(number), part)
+    return found
+
+
 @contextmanager
 def generators_restored(loader: Any, modules: Sequence[nn.Module], criterion: Any) -> Iterator[None]:
     """Let a block draw from generators of a loader, its dataset, modules and a criterion without an effect afterwards.

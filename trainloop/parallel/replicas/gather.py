@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import UserDict
-from collections.abc import Callable, Iterator, KeysView, Mapping, MutableMapping, Sequence, ValuesView
+from collections.abc import Callable, Container, Iterator, KeysView, Mapping, MutableMapping, Sequence, ValuesView
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from trainloop.optim.losses import check_weight
 from trainloop.parallel.replicas.scatter import is_structure
 
 
-def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = False) -> Any:
+def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool | Container[str] = False) -> Any:
     """Combine the losses of a batch's parts into the loss of the whole batch.
 
     Parameters
@@ -33,8 +33,9 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = F
         Each part's result of ``get_loss``: a 0-d tensor, a ``MultiLoss`` or dict of these, or ``(loss, weight)``.
     sizes : sequence of int
         Samples in each part.
-    summed : bool
-        True if losses without a weight are sums over samples; False for means.
+    summed : bool or names
+        True if losses without a weight are sums over samples; False for means. Of a ``MultiLoss`` that has both, the
+        names of the sums.
 
     Returns
     -------
@@ -62,13 +63,19 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool = F
             check_weight(weight)
         total = sum(weights[1:], weights[0])
         return _mean_loss([loss[0] for loss in losses], weights, total), total
-    if summed:
+    if summed is True:
         return _mean_loss(losses, [1] * len(losses), 1)
-    return _mean_loss(losses, sizes, sum(sizes), over_samples=True)
+    return _mean_loss(losses, sizes, sum(sizes), over_samples=True, summed=summed or ())
 
 
 def _mean_loss(
-    losses: Sequence[Any], weights: Sequence[Any], total: Any, *, over_samples: bool = False, of_criterion: bool = False
+    losses: Sequence[Any],
+    weights: Sequence[Any],
+    total: Any,
+    *,
+    over_samples: bool = False,
+    of_criterion: bool = False,
+    summed: Container[str] = (),
 ) -> Any:
     first = losses[0]
     if isinstance(first, (MultiLoss, dict)):
@@ -77,7 +84,10 @@ def _mean_loss(
             # A part without the loss counts as zero; or not at all, if the loss has weights of its own.
             having = [i for i, loss in enumerate(losses) if name in loss]
             own, of_parts = [losses[i][name] for i in having], [weights[i] for i in having]
-            means[name] = _mean_loss(own, of_parts, total, over_samples=over_samples)
+            if name in summed:
+                means[name] = _mean_loss(own, [1] * len(own), 1)
+            else:
+                means[name] = _mean_loss(own, of_parts, total, over_samples=over_samples)
         if isinstance(first, dict):
             return means
         of_names = [loss.loss_optimizer_map for loss in losses if loss.loss_optimizer_map is not None]

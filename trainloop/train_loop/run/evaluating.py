@@ -60,7 +60,7 @@ def evaluating(*modules: nn.Module, parts: Sequence[nn.Module] | None = None) ->
 
 def mean_loss(
     batches: Iterator[tuple[int, Any, int]],
-    get_loss: Callable[[Any, Callable[[Any], bool] | None], BatchLoss],
+    get_loss: Callable[[Any, SumRule | None], BatchLoss],
     recorder: Recorder,
     name: str,
     sums: SumRule | None = None,
@@ -108,7 +108,7 @@ def mean_loss(
         with graph_of_losses(model, criterion) if needs_graph else torch.no_grad(), functions:
             read = get_loss(batch, decides)
         if number == 1 and sums is not None and not read.explicit:
-            decides = SumRule(certain=True) if read.is_sum else None
+            decides = SumRule(certain=True, known=read.is_sum) if read.is_sum else None
         recorder.add_loss(*read.shown(size))
         if number % BATCHES_BETWEEN_READINGS == 0:
             recorder.compact()

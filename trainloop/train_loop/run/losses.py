@@ -7,14 +7,14 @@ This module separates a loss from its weight, and rejects it if it can't be diff
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainloop._support.reduction import divisor_of
+from trainloop._support.reduction import SumRule, divisor_of
 from trainloop.data.batch.batches import note_batch
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
@@ -34,15 +34,20 @@ class BatchLoss(NamedTuple):
     ``None``: the batch's samples."""
     explicit: bool = False
     """True if ``get_loss`` returned the weight."""
-    is_sum: bool = False
-    """True if the loss is a sum over the batch's samples, rather than a mean."""
+    is_sum: bool | frozenset[str] = False
+    """True if the loss is a sum over the batch's samples, rather than a mean; the names of those parts of a
+    ``MultiLoss`` that are, if others are means."""
 
     def shown(self, size: int) -> tuple[Any, Any]:
         """Return the mean loss of a batch of ``size`` samples, and its weight, for the history.
 
         The weight is an int if it is the number of samples, and otherwise a float or a tensor.
         """
-        loss = self.loss.detach() / max(size, 1) if self.is_sum else self.loss
+        loss = self.loss
+        if self.is_sum is True:
+            loss = loss.detach() / max(size, 1)
+        elif self.is_sum:
+            loss = loss.detach().map(lambda part: part / max(size, 1), self.is_sum)
         if isinstance(self.units, dict):
             return loss, {name: _as_units(self.units[name]) if name in self.units else size for name in loss}
         units = self.units
@@ -53,7 +58,7 @@ def _as_units(number: Any) -> Any:
     return float(number) if type(number) is int else number
 
 
-def read_loss(output: Any, size: int, sums: Callable[[Any], bool] | None = None) -> BatchLoss:
+def read_loss(output: Any, size: int, sums: SumRule | None = None) -> BatchLoss:
     """Return what ``get_loss`` returned for a batch of ``size`` samples.
 
     Parameters
@@ -61,8 +66,8 @@ def read_loss(output: Any, size: int, sums: Callable[[Any], bool] | None = None)
     output : Tensor, MultiLoss or tuple
         A loss, or ``(loss, weight)``.
     size : int
-    sums : callable, optional
-        Decides whether a loss is a sum over samples; see :func:`trainloop._support.reduction.sum_rule`.
+    sums : SumRule, optional
+        Decides whether a loss is a sum over samples.
     """
     if isinstance(output, Tensor):
         loss = output
@@ -247,7 +252,7 @@ class Yielded(NamedTuple):
     read: BatchLoss
 
 
-def read_yielded(item: Any, size: int, sums: Callable[[Any], bool] | None = None) -> Yielded:
+def read_yielded(item: Any, size: int, sums: SumRule | None = None) -> Yielded:
     """Read an item that ``get_loss`` yielded: a loss or ``(loss, weight)``, maybe after its optimizers' names."""
     optimizer, item = split_yielded(item)
     read = read_loss(item, size, sums)
@@ -266,11 +271,14 @@ def joined_losses(losses: Sequence[Yielded], size: int) -> BatchLoss:
     """
     groups: dict[str | None, list[Tensor]] = {}
     weights: dict[str | None, Any] = {}
+    summed: set[Any] = set()
     for which, read in losses:
         optimizer = "_and_".join(map(str, which)) if isinstance(which, tuple) else None if which is None else str(which)
         groups.setdefault(optimizer, []).append(read.loss.reshape(()))
         if read.units is not None:
             weights.setdefault(optimizer, read.units)
+        if read.is_sum:
+            summed.add(optimizer)
     if not groups:
         raise ConfigurationError(
             "get_loss yielded no loss for a batch. It contains yield, so it must yield at least one per batch."
@@ -278,24 +286,22 @@ def joined_losses(losses: Sequence[Yielded], size: int) -> BatchLoss:
     # Use mean(): a division would look like the division of a sum over samples; see trainloop._support.reduction.
     means = {optimizer: torch.stack(group).mean() for optimizer, group in groups.items()}
     if None not in means:
-        return BatchLoss(MultiLoss(means), weights or None)  # type: ignore[arg-type]  # None isn't in it
+        is_sum = frozenset(summed) if len(summed) < len(means) else True
+        return BatchLoss(MultiLoss(means), weights or None, False, is_sum)  # type: ignore[arg-type]  # None isn't in it
     if len(means) > 1:
         names = ", ".join(repr(name) for name in means if name is not None)
         raise ConfigurationError(
             f"get_loss yielded some losses with an optimizer ({names}), and others without one. Put the optimizer's "
             "name or index before each loss, as in `yield 'generator', loss`, or before none."
         )
-    return BatchLoss(means[None], weights.get(None))
+    return BatchLoss(means[None], weights.get(None), False, bool(summed))
 
 
-def loss_of(output: Any, size: int, sums: Callable[[Any], bool] | None = None) -> BatchLoss:
-    """Return the loss of a batch of ``size`` samples; run a ``get_loss`` that yields to its end.
-
-    The losses that it yields are means then; ``sums`` decides about their mean.
-    """
+def loss_of(output: Any, size: int, sums: SumRule | None = None) -> BatchLoss:
+    """Return the loss of a batch of ``size`` samples; run a ``get_loss`` that yields to its end."""
     if not isinstance(output, Generator):
         return read_loss(output, size, sums)
-    yielded = [read_yielded(item, size) for item in output]
+    yielded = [read_yielded(item, size, sums) for item in output]
     with torch.enable_grad():  # in an evaluation, a loss may have a graph
         joined = joined_losses(yielded, size)
-    return joined._replace(is_sum=joined.units is None and sums is not None and sums(joined.loss))
+    return joined if sums is None or sums.known is None else joined._replace(is_sum=sums.known)

@@ -26,7 +26,7 @@ from trainloop import distributed
 from trainloop._launch.rank_process import started_by_launch
 from trainloop._metrics import EpochEnd, Recorder, StepValues, exchange_of, named_losses, rows_of
 from trainloop._support import rng
-from trainloop._support.reduction import class_criteria, sum_rule
+from trainloop._support.reduction import SumRule, class_criteria, sum_rule
 from trainloop._support.stopping import StopAgreement
 from trainloop._support.user_line import warn, warn_or_print
 from trainloop.callbacks.base import HookTable
@@ -241,7 +241,7 @@ class Run:
         device, prefix = self.place.device, _PREFIXES[kind]
         model = self.place.evaluated
 
-        def get_loss(batch: Any, sums: Callable[[Any], bool] | None = None) -> BatchLoss:
+        def get_loss(batch: Any, sums: SumRule | None = None) -> BatchLoss:
             if self.expects is not None:
                 self.expects(recorder.batch_size)
             with self.place.autocast, whole_batch(), explained_evaluation(batch), self._around_batch:

@@ -316,7 +316,7 @@ class Gradients:
         if self.own_weights.names is None or self.own_weights.agrees or isinstance(loss, MultiLoss):
             self.own_weights.agree(loss, weight)
         step.weighted = step.weighted or (weight is not None and not own)
-        if read.is_sum:  # gradients of micro-batches add up unscaled, and are averaged over ranks
+        if read.is_sum is True:  # gradients of micro-batches add up unscaled, and are averaged over ranks
             if self.ranks == 1:
                 return loss
             step.add(0.0)  # the weight that DDP carries is otherwise the last one of a mean
@@ -324,6 +324,8 @@ class Gradients:
         if self.ranks == 1 and count == 1:  # the only rank of a group: as in is_whole
             return loss
         share = 1 / count if scale is None else scale
+        if read.is_sum:  # of a MultiLoss whose other losses are means
+            loss = loss.map(lambda part: part * (self.ranks / share), read.is_sum)
         if self.own_weights.names or own:
             if weight is not None and not own:
                 raise ConfigurationError(

@@ -41,6 +41,7 @@ from trainloop.callbacks.weights.train_schedule import LRScheduler
 from trainloop.data import StepBatches, TrainFeed
 from trainloop.data.batch.batches import note_batch
 from trainloop.data.feed.marks import LoaderMarks
+from trainloop.data.loader.generators import generators_of_datasets
 from trainloop.data.loader.loader_copies import end_workers
 from trainloop.data.loader.loaders import refuse_shared_iterator, tell_epoch
 from trainloop.devices import has_ranks
@@ -500,6 +501,9 @@ class Training(Run):
             if self._changes is not None:
                 self._changes.find_renewed(has_hooks=bool(hooks))
         # This is after the hook, in which callbacks may change everything, and before the first forward.
+        continues = self._cut is not None and (not self.parallel or loop.run_config.here is not None)
+        generators = generators_of_datasets(loop.train_loader) if continues else {}
+        of_datasets = {name: one.get_state() for name, one in generators.items()}
         self.take_data(loop.epoch)
         settings = requested_settings(self, gather=self._job.gather, resume=None) if self.parallel else {}
         self._same_callbacks = self.gradients.follow_at_epoch_begin(settings)
@@ -520,6 +524,7 @@ class Training(Run):
             if cut_epochs.load_cut(self, cut):
                 if carried:
                     load_carried_state(loop.model, [carried], 0, 1)
+                self.feed.keep_datasets(of_datasets)
                 self._report_begin(f"continued in epoch {loop.epoch + 1}, after step {loop.global_step}")
         # A resumed epoch continues the count after the steps that it skips.
         skip, self.skip_steps, self.epoch_steps = self.skip_steps, 0, self.skip_steps
