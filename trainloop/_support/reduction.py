@@ -72,7 +72,7 @@ def sum_rule(model: Any, criterion: Any) -> SumRule | None:
     Examples
     --------
     >>> sum_rule(None, nn.MSELoss(reduction="sum"))
-    SumRule(certain=False)
+    SumRule(certain=False, known=None)
     >>> sum_rule(None, {"pixels": nn.L1Loss(reduction="sum"), "class": nn.CrossEntropyLoss()}) is None
     True
     """
