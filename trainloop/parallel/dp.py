@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -143,8 +144,6 @@ class TTDataParallel(Transparent, DataParallel):
         self.dim = dim  # DataParallel does not set it without a GPU
         self._become_transparent()
 
-    # What the last loss was, as combine_losses takes it; used only if the criterion may compute sums.
-    _tt_summed: bool | frozenset[str] = True
     _tt_watches = False
     _tt_compared = 0  # number of the next calls of get_loss whose changes of values are found, too
     _tt_samples: int | None = None
@@ -206,7 +205,7 @@ class TTDataParallel(Transparent, DataParallel):
             criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)
             if isinstance(outputs[0], Generator):
                 return self._yield_losses(outputs, replicas, devices, sizes, criterion, watch)
-            return self._loss_of_all(outputs, sizes, criterion)
+            return self._loss_of_all(outputs, sizes, criterion, 0)
 
     def _run_on_one_device(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the results of the module itself, on the only device."""
@@ -255,22 +254,23 @@ class TTDataParallel(Transparent, DataParallel):
                 outputs = [_on_device(output, self._tt_output_device) for output in outputs]
         return outputs
 
-    def _loss_of_all(self, losses: list[Any], sizes: list[int], criterion: Any) -> Any:
-        """Return the loss of the whole batch from the losses of its parts."""
+    def _loss_of_all(self, losses: list[Any], sizes: list[int], criterion: Any, position: int) -> Any:
+        """Return the loss of the whole batch from the losses of its parts; ``position``: among the yielded losses."""
         if self._tt_devices[0].type == "cpu":
-            return _in_new_thread(lambda: self._combined(losses, sizes, criterion), self._tt_devices[0])
-        return self._combined(losses, sizes, criterion)
+            return _in_new_thread(lambda: self._combined(losses, sizes, criterion, position), self._tt_devices[0])
+        return self._combined(losses, sizes, criterion, position)
 
-    def _combined(self, losses: list[Any], sizes: list[int], criterion: Any) -> Any:
+    def _combined(self, losses: list[Any], sizes: list[int], criterion: Any, position: int) -> Any:
         rule = sum_rule(self.module, criterion)
         if rule is None or isinstance(losses[0], tuple):
             return combine_losses(losses, sizes)
-        # Without a graph, use the last decision: in evaluation's first batch, losses have a graph.
+        # Without a graph, use the last decision for this position: in evaluation's first batch, losses have a graph.
+        decided: dict[int, bool | frozenset[str]] = self.__dict__.setdefault("_tt_summed", {})
         first = losses[0].values() if isinstance(losses[0], Mapping) else losses[:1]
         if rule.certain or any(getattr(loss, "requires_grad", False) for loss in first):
-            self._tt_summed = rule(losses[0])
+            decided[position] = rule(losses[0])
         with torch.enable_grad():
-            return combine_losses(losses, sizes, self._tt_summed)
+            return combine_losses(losses, sizes, decided.get(position, True))
 
     def _yield_losses(
         self,
@@ -283,7 +283,7 @@ class TTDataParallel(Transparent, DataParallel):
     ) -> Iterator[Any]:
         """Yield the whole batch's losses, one by one; after each, renew the replicas' weights."""
         ended = object()
-        while True:
+        for position in itertools.count():
             watched = watch()
             items = self._outputs([partial(next, generator, ended) for generator in generators], devices)
             self._keep_attributes(watched, "get_loss")
@@ -298,7 +298,7 @@ class TTDataParallel(Transparent, DataParallel):
                     "depend only on values that are the same for all parts."
                 )
             (name,) = names
-            loss = self._loss_of_all([loss for _, loss in split], sizes, criterion)
+            loss = self._loss_of_all([loss for _, loss in split], sizes, criterion, position)
             yield loss if name is None else (name, loss)
             _renew(replicas, _replicas(self.module, devices, sizes))
 

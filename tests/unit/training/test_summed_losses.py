@@ -186,11 +186,12 @@ def test_sums_and_means_of_one_multiloss(kind: Any, mode: str) -> None:
     assert tl.evaluate(whole)["loss_drawn"] == pytest.approx(drawn, rel=1e-9)
 
 
-def test_an_evaluation_reads_each_yielded_loss() -> None:
+@pytest.mark.parametrize("where", [{}, {"gpu_mode": "dp", "accelerator": "cpu", "devices": 3}])
+def test_an_evaluation_reads_each_yielded_loss(where: Any) -> None:
     """One optimizer's losses are means of the criterion's sum, the other's is this sum itself."""
     torch.manual_seed(0)
-    model = YieldsBoth()
-    loss = TrainLoop(model, None, criterion=BCE, progress_bar=False).evaluate(DataLoader(make_data(), batch_size=24))
+    tl = TrainLoop(YieldsBoth(), None, criterion=BCE, progress_bar=False, **where)
+    loss = tl.evaluate(DataLoader(make_data(), batch_size=24))
     assert loss["loss_drawn"] == pytest.approx(loss["loss_mu"], rel=1e-6)
 
 
