@@ -251,9 +251,11 @@ def keep(samples: list[Any]) -> Any:
     return tuple(map(torch.stack, zip(*good, strict=True))) if good else (torch.empty(0, 3), torch.empty(0, 1))
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("workers", [None, 0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("seed", [None, 0])
-def test_an_empty_batch_weighs_nothing(seed: int | None, workers: int) -> None:
+def test_an_empty_batch_weighs_nothing(seed: int | None, workers: int | None) -> None:
+    """Of a loader, and of a list of batches (``workers=None``)."""
+
     class Net(TTModel):
         def __init__(self) -> None:
             super().__init__()
@@ -267,8 +269,9 @@ def test_an_empty_batch_weighs_nothing(seed: int | None, workers: int) -> None:
         def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
             raise NotImplementedError
 
-    def loader() -> DataLoader[Any]:
-        return DataLoader(Bad(), batch_size=4, collate_fn=keep, num_workers=workers)
+    def loader() -> Any:
+        made: DataLoader[Any] = DataLoader(Bad(), batch_size=4, collate_fn=keep, num_workers=workers or 0)
+        return list(made) if workers is None else made
 
     model, hand = Net(), Net()
     loop = TrainLoop(

@@ -152,7 +152,9 @@ class EvalFeed:
         """Yield ``((batch_index, size), batch)`` of each round of ``world_size`` batches that has one for this rank."""
         rank, known = self._rank, self._source.sizes_known and not self._source.counts
         for round_index, (sizes, batch) in enumerate(self._source.items(epoch=0, first_batch=0)):
-            size = (sizes[rank] or None) if known else sizes  # otherwise 0 is a batch without anything countable
+            size = sizes[rank] if known else sizes
+            if known and not size and self._world_size > 1:  # this rank has no part; otherwise 0 is an empty batch
+                continue
             if size is not None:
                 yield (round_index * self._world_size + rank, size), batch
 

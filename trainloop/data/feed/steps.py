@@ -46,7 +46,8 @@ def steps_of_known(
     Parameters
     ----------
     items : iterator of (sizes, batch)
-        Samples on each rank in a global batch, and this rank's part of the batch (ignored if the rank has no samples).
+        Samples on each rank in a global batch, and this rank's part of the batch (ignored if the rank has no samples;
+        in one process, an empty batch is a batch without weight).
     grad_accumulation : int
         Micro-batches of a step.
     rank : int
@@ -70,7 +71,8 @@ def steps_of_known(
         if of_group != known_group:
             known_group = of_group
             sizes, scales, total, counts = _weigh(list(known_group), rank)
-        yield StepBatches([batch for rank_sizes, batch in group if rank_sizes[rank]], sizes, scales, total, counts)
+        own = [batch for rank_sizes, batch in group if rank_sizes[rank] or len(rank_sizes) == 1]
+        yield StepBatches(own, sizes, scales, total, counts)
 
 
 def steps_of_exchanged(
@@ -112,5 +114,8 @@ def _next_step_length(grad_accumulation: int, batches_left: BatchesLeft) -> int:
 
 
 def _weigh(group: list[RankSizes], rank: int) -> tuple[list[int], list[float] | None, int, list[int] | None]:
-    sizes = [[in_batch[of_rank] for in_batch in group if in_batch[of_rank]] for of_rank in range(len(group[0]))]
+    alone = len(group[0]) == 1
+    sizes = [
+        [in_batch[of_rank] for in_batch in group if alone or in_batch[of_rank]] for of_rank in range(len(group[0]))
+    ]
     return (sizes[rank], *weigh_step(sizes, rank))

@@ -276,7 +276,7 @@ class UserLoader(Source):
                 yield (batch.size if self.counts else (batch.size,)), batch.batch
             elif self.counts or sizes is None or self._own_iter:
                 size = self._counter.count(batch, None if sizes is None else sizes[0])
-                yield (size if self.counts else (max(1, size),)), batch
+                yield (size if self.counts else (size,)), batch
             else:
                 yield sizes, batch
 
@@ -285,7 +285,7 @@ class UserLoader(Source):
             size = sampler.taken_size()
             if self.counts or size is None:
                 size = self._counter.count(batch, size)
-            yield (size if self.counts else (max(1, size),)), batch
+            yield (size if self.counts else (size,)), batch
 
 
 def _batches_of(loader: Any, name: str) -> Iterator[Any]:

@@ -325,7 +325,8 @@ class Gradients:
             return loss
         share = 1 / count if scale is None else scale
         if read.is_sum:  # of a MultiLoss whose other losses are means
-            loss = loss.map(lambda part: part * (self.ranks / share), read.is_sum)
+            factor = self.ranks / (share or 1.0)  # of no samples, a sum is zero
+            loss = loss.map(lambda part: part * factor, read.is_sum)
         if self.own_weights.names or own:
             if weight is not None and not own:
                 raise ConfigurationError(
