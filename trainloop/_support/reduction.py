@@ -192,7 +192,7 @@ def _is_linear(node: Any) -> bool:
 
 def graph_nodes(tensors: Iterable[Tensor], enters: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
     """Yield each node of the autograd graphs of tensors once; those before a node only if ``enters(node)`` is true."""
-    nodes: list[Any] = [getattr(tensor, "trainloop_graph", tensor.grad_fn) for tensor in tensors]
+    nodes: list[Any] = [*map(_graph_of, tensors)]
     seen = {None}
     while nodes:
         node = nodes.pop()
@@ -324,9 +324,14 @@ def attach_divisor(loss: Tensor, divisor: Tensor | float | None) -> Tensor:
     return loss
 
 
+def _graph_of(tensor: Tensor) -> Any:
+    """Return the last node of a tensor's graph; of a tensor that wrappers have made of a loss, that of the loss."""
+    return getattr(tensor, "trainloop_graph", tensor.grad_fn)
+
+
 def in_place_of(loss: Tensor, output: Tensor) -> Tensor:
     """Let a tensor that a wrapper has made of a loss be read like the loss itself: by its graph and its divisor."""
-    loss.trainloop_graph = output.grad_fn  # type: ignore[attr-defined]
+    loss.trainloop_graph = _graph_of(output)  # type: ignore[attr-defined]
     return attach_divisor(loss, divisor_of(output))
 
 

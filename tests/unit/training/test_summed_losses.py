@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import make_data
 from trainloop import ModelWrap, MultiLoss, TrainLoop, TTBasicModel
-from trainloop._support.reduction import adds_samples, sum_rule
+from trainloop._support.reduction import adds_samples, in_place_of, sum_rule
 from trainloop.data.batch_model_feed_defs import AbstractModelFeedDefinition
 from trainloop.errors import ConfigurationError
 
@@ -277,6 +277,16 @@ def test_a_division_tells() -> None:
     }
     loss /= 5
     assert not rule(loss)
+
+
+def test_what_several_wrappers_make_of_a_loss_is_read_like_the_loss() -> None:
+    """As in ddp with find_unused_parameters, whose wrapper adds to the loss and returns another tensor of it."""
+    rule = sum_rule(None, nn.MSELoss(reduction="sum"))
+    assert rule is not None
+    x = torch.ones(4, 2, requires_grad=True)
+    for loss, is_sum in ((F.mse_loss(x, x * 0), False), (F.mse_loss(x, x * 0, reduction="sum"), True)):
+        added = in_place_of(loss + torch.zeros(4, requires_grad=True).sum(), loss)
+        assert [rule(one) for one in (loss, added, in_place_of(added.clone(), added))] == [is_sum] * 3
 
 
 def test_a_feed_says_it_too_and_other_words_are_refused() -> None:
