@@ -455,6 +455,11 @@ def has_ranks(mode: object) -> bool:
     return mode in ("ddp", "fsdp")
 
 
+def has_replicas(mode: object, devices: Sequence[object]) -> bool:
+    """Return True if threads of one process compute the parts of each batch, each with a replica of the model."""
+    return mode == "dp" and len(devices) > 1
+
+
 def check_num_nodes(num_nodes: object) -> int:
     """Return ``num_nodes`` after checking it.
 

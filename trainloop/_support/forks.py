@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -63,16 +64,18 @@ def wait_for_gloo(at_most_s: float = _REST_S) -> None:
     thread that requests the GIL while the interpreter shuts down aborts the process (torch 2.6 to 2.15).
     """
     deadline = time.monotonic() + at_most_s
-    busy = True
+    busy = bool(_states_of_gloo())
     while busy and time.monotonic() < deadline:
-        time.sleep(0.005)  # releases the GIL for waiting threads
-        busy = any(map(_is_busy, Path("/proc/self/task").glob("*")))
+        time.sleep(0.005)  # releases the GIL for waiting threads, which seem to sleep
+        busy = any(state != "S" for state in _states_of_gloo())
 
 
-def _is_busy(task: Path) -> bool:
-    """Return True if this is a thread of Gloo that is running or runnable."""
-    try:
-        name, state = (task / "stat").read_text().rpartition(")")[::2]
-    except OSError:  # the thread has just ended
-        return False
-    return "(pt_gloo_" in name and not state.startswith(" S")
+def _states_of_gloo() -> list[str]:
+    """Return the states of Gloo's threads in this process: ``S`` if a thread sleeps."""
+    states = []
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            name, _, state = stat.read_text().rpartition(") ")
+            if "(pt_gloo_" in name:
+                states.append(state[0])
+    return states

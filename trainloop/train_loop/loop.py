@@ -44,7 +44,7 @@ from trainloop.callbacks.base import AbstractCallback, HookTable, warn_of_misnam
 from trainloop.callbacks.weights.train_schedule import warn_of_rates_left
 from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.loader.loaders import check_trains
-from trainloop.devices import check_num_nodes, has_ranks
+from trainloop.devices import check_num_nodes, has_ranks, has_replicas
 from trainloop.distributed import Rank
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, TTFullyShardedDataParallel
@@ -369,7 +369,7 @@ class TrainLoop(LoopState, Generic[ModelT]):
             self.process = self.run_config.here or Rank()  # for callbacks' on_train_loop_registration
             restarts = check.check_restarts(max_restarts, restart_every_steps, num_nodes)
             check_carried(self.model, self.gpu_mode)
-            if self.sync_batchnorm and self.gpu_mode == "dp" and len(self.run_config.devices) > 1:
+            if self.sync_batchnorm and has_replicas(self.gpu_mode, self.run_config.devices):
                 raise ConfigurationError(
                     "sync_batchnorm=True with gpu_mode='dp': replicas can't exchange statistics, so BatchNorm would "
                     "normalise each part of a batch by itself. Use gpu_mode='ddp', or leave sync_batchnorm out."

@@ -15,12 +15,11 @@ from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import check_counts, check_flags, number_of, path_of
 from trainloop.callbacks.base import AbstractCallback, logs_nothing, require_alone
 from trainloop.callbacks.files import warning_if_not_written
+from trainloop.devices import has_replicas
 from trainloop.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
-
-    from trainloop.callbacks.loop import Loop
 
 __all__ = ["Profiler", "ThroughputMonitor"]
 
@@ -108,7 +107,8 @@ class Profiler(AbstractCallback):
             raise ConfigurationError(f"Profiler: dirpath={self.dirpath!r} can't be created ({error}).") from error
 
     def on_train_begin(self) -> None:
-        if _has_replicas(self.train_loop_obj):
+        loop = self.train_loop_obj
+        if has_replicas(loop.gpu_mode, loop.run_config.devices):
             warn(
                 "Profiler with gpu_mode='dp': torch does not profile the threads of several replicas, so that the "
                 "forward passes are missing on the CPU. Profile gpu_mode='single' or 'ddp'."
@@ -168,11 +168,6 @@ class Profiler(AbstractCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_running"}
-
-
-def _has_replicas(loop: Loop) -> bool:
-    """Return True if threads run the forward passes, of which torch's modes and profiler of this thread see nothing."""
-    return loop.gpu_mode == "dp" and len(loop.run_config.devices) > 1
 
 
 # Peak 16-bit FLOPs per second without sparsity, from NVIDIA's data sheets. The first key that a GPU's name contains
@@ -266,7 +261,7 @@ class ThroughputMonitor(AbstractCallback):
             raise ConfigurationError(
                 "ThroughputMonitor(flops=True) with compile: FLOPs can't be counted in compiled code. Leave flops out."
             )
-        if self.flops and _has_replicas(loop):
+        if self.flops and has_replicas(loop.gpu_mode, loop.run_config.devices):
             raise ConfigurationError(
                 "ThroughputMonitor(flops=True) with gpu_mode='dp': FLOPs can't be counted in the threads of several "
                 "replicas. Leave flops out, or use gpu_mode='ddp'."

@@ -15,6 +15,7 @@ from trainloop._support.user_line import described_names, warn_or_print
 from trainloop.callbacks.base import overrides_of_user
 from trainloop.callbacks.monitor import Monitor
 from trainloop.data import StepBatches
+from trainloop.devices import has_replicas
 from trainloop.model import TTModel
 from trainloop.optim.parameters import named_trained_parameters, trained_modules
 from trainloop.parallel.sharded.shards import bit_sums
@@ -206,7 +207,7 @@ class Advice:
     def _is_averaged(self, count: int) -> bool:
         """Return True if losses of several batches are averaged: of micro-batches, ranks, replicas or evaluations."""
         loop = self._run.loop
-        replicas = loop.gpu_mode == "dp" and len(loop.run_config.devices) > 1
+        replicas = has_replicas(loop.gpu_mode, loop.run_config.devices)
         evaluates = loop.end_auto_eval and loop.validation_loader is not None
         return bool(count > 1 or self._run.parallel or replicas or evaluates)
 

@@ -12,12 +12,12 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainloop._launch.script.users_modules import in_library
 from trainloop._metrics import Recorder
 from trainloop._support.reduction import attached_divisor, functional_losses
 from trainloop._support.user_line import warn
@@ -27,9 +27,6 @@ from trainloop.optim import MultiOptimizer
 from trainloop.optim.optimizers import is_scheduled, is_watched, note_steps_elsewhere
 from trainloop.train_loop.run.losses import split_loss
 from trainloop.train_loop.training.training import Training
-
-# How the lines of tracebacks begin that are not the user's.
-_LIBRARIES = tuple(f'File "{folder}' for folder in (Path(__file__).parents[2], Path(torch.__file__).parent))
 
 
 class WholeStepTraining(Training):
@@ -347,5 +344,5 @@ def _described(error: Exception) -> str:
     """Return a compiler's error in one line: its title, its explanation, and the innermost line of the user's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
-    places = [line for line in lines if line.startswith('File "') and not line.startswith(_LIBRARIES)]
+    places = [line for line in lines if line.startswith('File "') and not in_library(line.split('"')[1])]
     return "; ".join([*(lines[:1] or ["no message"]), *explained[:1], *places[-1:]])
