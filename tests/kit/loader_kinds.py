@@ -173,6 +173,11 @@ class Buckets(Sampler[list[int]]):
             yield list(range(starts[bucket], starts[bucket + 1]))
 
 
+class BucketsOfTensors(Buckets):
+    def __iter__(self) -> Iterator[Any]:
+        return map(torch.tensor, super().__iter__())
+
+
 class TaggedLoader(DataLoader[Any]):
     """A subclass with an argument of its own, that it doesn't keep under that name."""
 
@@ -305,6 +310,7 @@ MAP_KINDS = [
     Kind("BatchSampler", lambda b: DataLoader(Rows(), batch_sampler=BatchSampler(RandomSampler(Rows()), b, False))),
     Kind("custom batch_sampler", lambda b: DataLoader(Rows(), batch_sampler=Buckets()), unit="batch"),
     Kind("tensors batch_sampler", lambda b: DataLoader(_tensors(), batch_sampler=Buckets()), unit="batch"),
+    Kind("batches of tensors", lambda b: DataLoader(Rows(), batch_sampler=BucketsOfTensors()), unit="batch"),
     Kind(
         "lists as batch_sampler",
         lambda b: DataLoader(Rows(), batch_sampler=[list(range(i, min(i + 6, ROWS))) for i in range(0, ROWS, 6)]),

@@ -37,6 +37,17 @@ def shard_size(total: int, rank: int, world_size: int) -> int:
     return max(0, (total - rank + world_size - 1) // world_size)
 
 
+def shard_sizes(total: int, world_size: int) -> tuple[int | None, ...]:
+    """Return :func:`shard_size` of each rank; None for ranks without a part, unless the whole is empty.
+
+    Examples
+    --------
+    >>> shard_sizes(2, world_size=3), shard_sizes(0, world_size=3)
+    ((1, 1, None), (0, 0, 0))
+    """
+    return tuple(shard_size(total, rank, world_size) or (None if total else 0) for rank in range(world_size))
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """Global batches of an epoch with a known number of samples."""
@@ -78,13 +89,13 @@ class BatchPlan:
         """Samples that an epoch trains on, over all ranks."""
         return self.num_full * self.global_batch_size + self.last_size
 
-    def shares(self, batch_index: int) -> tuple[int, ...]:
-        """Return the samples of each rank in the global batch ``batch_index``."""
+    def shares(self, batch_index: int) -> tuple[int | None, ...]:
+        """Return the samples of each rank in the global batch ``batch_index``; None for a rank without any."""
         if batch_index < self.num_full:
             return (self.batch_size,) * self.world_size
-        return tuple(shard_size(self.last_size, rank, self.world_size) for rank in range(self.world_size))
+        return shard_sizes(self.last_size, self.world_size)
 
-    def all_shares(self) -> Iterator[tuple[int, ...]]:
+    def all_shares(self) -> Iterator[tuple[int | None, ...]]:
         """Yield :meth:`shares` of each batch of an epoch; full batches yield the same tuple object."""
         full = repeat(self.shares(0), self.num_full)
         return chain(full, [self.shares(self.num_full)] if self.last_size else [])

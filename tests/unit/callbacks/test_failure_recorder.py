@@ -539,6 +539,32 @@ def test_the_indices_of_a_batch_that_can_t_be_loaded(
         loop.replay(recorder.recorded)
 
 
+class Lists(Rows):
+    """Each index is a list of rows, or a slice of them as a tuple."""
+
+    def __getitem__(self, index: Any) -> Any:
+        rows = list(index) if isinstance(index, list) else list(range(*index))
+        if BAD in rows:
+            raise Broken(str(rows))
+        return self.x[rows], self.y[rows]
+
+
+@pytest.mark.parametrize("kind", [list, lambda rows: (rows[0], rows[-1] + 1)], ids=["lists", "tuples"])
+def test_an_index_of_several_rows_is_one_index(kind: Any, tmp_path: Path) -> None:
+    recorder, model = FailureRecorder(tmp_path), Net()
+    sampler: Any = [kind([*range(i, i + 4)]) for i in range(0, 40, 4)]
+    loader = DataLoader(Lists(), batch_size=None, sampler=sampler)
+    loop = TrainLoop(
+        model, loader, None, None, of_net(model), nn.CrossEntropyLoss(), accelerator="cpu", progress_bar=False, seed=3
+    )
+    with pytest.raises(Broken) as first:
+        loop.fit(num_epochs=1, callbacks=[recorder])
+    assert len(load(recorder.recorded)["indices"]) == 1  # type: ignore[arg-type]
+    with pytest.raises(Broken) as again:
+        loop.replay(str(recorder.recorded))
+    assert str(again.value) == str(first.value)
+
+
 def test_the_recorder_changes_no_order_of_workers(tmp_path: Path) -> None:
     """The loader's indices are noted where the loader is read as in a hand-written loop."""
     states = []

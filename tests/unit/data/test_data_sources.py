@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from kit.loader_kinds import ROWS, NoisyRows, Rows, indices
 from kit.simulated_ranks import SEED, Exchange
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from trainloop.data import EvalFeed, StepBatches, TrainFeed
@@ -29,6 +32,23 @@ class FirstBatchIsSlow(Rows):
         elif index == 0:
             self._other_worker_is_ahead.wait(60)
         return super().__getitem__(index)
+
+
+class Each:
+    """Items of a list, each made into something else."""
+
+    def __init__(self, items: list[Any], make: Any) -> None:
+        self.items, self.make = items, make
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.make, self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def range_of(indices: list[int]) -> range:
+    return range(indices[0], indices[-1] + 1)
 
 
 @pytest.mark.parametrize("seed", [None, SEED])
@@ -54,6 +74,58 @@ def test_persistent_workers_that_overtake_each_other_change_no_size() -> None:
     sizes = [len(indices(step.batches[0])) for step in steps]
     assert sizes[0] == 1  # the second batch overtakes the first
     assert [step.sizes for step in steps] == [[size] for size in sizes]
+
+
+INDICES: dict[str, Any] = {
+    "list": list,
+    "tuple": tuple,
+    "array": np.asarray,
+    "tensor": lambda indices: torch.tensor([*indices]),
+    "range": range_of,
+    "set": set,
+    "generator": iter,
+}
+
+
+@pytest.mark.parametrize("seed", [None, SEED])
+@pytest.mark.parametrize("kind", INDICES)
+def test_a_batch_has_as_many_samples_as_indices_of_any_kind(kind: str, seed: int | None) -> None:
+    lists = [[0, 1, 2, 3, 4], [5, 6], [7, 8, 9]]
+
+    def make() -> Any:
+        return DataLoader(Rows(), batch_sampler=Each(lists, INDICES[kind]))  # type: ignore[arg-type]
+
+    feed = EvalFeed(make(), seed=seed)
+    assert [(sorted(indices(batch)), size) for _, batch, size in feed.batches()] == [(own, len(own)) for own in lists]
+    (step,) = TrainFeed(make(), seed=seed).steps(3)
+    assert (step.sizes, step.scales, step.total) == ([5, 2, 3], [0.5, 0.2, 0.3], 10)
+    if seed is not None:
+        exchange = Exchange(2)
+        feeds = [
+            TrainFeed(make(), rank=rank, world_size=2, seed=SEED, exchange_ints=exchange.of_rank(rank))
+            for rank in range(2)
+        ]
+        ranks = exchange.run([lambda feed=feed: [*feed.steps(1)] for feed in feeds])
+        assert [[step.sizes for step in steps] for steps in ranks] == [[[5], [3]], [[2], []]]
+        assert [[step.total for step in steps] for steps in ranks] == [[7, 3]] * 2
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_an_index_that_is_a_tuple_is_no_list_of_indices(batch_size: int | None) -> None:
+    """Of batches: ``batch_size=None``. Its batch is counted as it arrives."""
+
+    class Spans(Rows):
+        def __getitem__(self, span: Any) -> Any:
+            rows = [super(Spans, self).__getitem__(i) for i in range(*span)]
+            return default_collate(rows) if batch_size is None else rows[0]
+
+    def make() -> Any:
+        sampler: Any = [(0, 5), (5, 9), (9, 10)]
+        return DataLoader(Spans(), batch_size, sampler=sampler)
+
+    expected = [5, 4, 1] if batch_size is None else [1, 1, 1]
+    assert [size for _, _, size in EvalFeed(make(), seed=SEED).batches()] == expected
+    assert [step.sizes for step in TrainFeed(make(), seed=SEED).steps(1)] == [[size] for size in expected]
 
 
 def test_a_batch_of_no_indices_is_the_collate_functions_affair() -> None:

@@ -480,12 +480,22 @@ def test_a_loader_that_ignores_its_sampler_is_an_error() -> None:
         TrainFeed(RepeatedLoader(Rows(), 4), rank=0, world_size=2, seed=SEED)
 
 
+def _of_chance() -> torch.Generator:
+    generator = torch.Generator()
+    generator.seed()
+    return generator
+
+
 @pytest.mark.parametrize(
     "make",
     [
         pytest.param(lambda: DataLoader(Rows(), 4, sampler=OwnEntropy()), id="sampler"),
         pytest.param(
             lambda: DataLoader(Rows(), batch_sampler=[[random.SystemRandom().randrange(ROWS)]] * 9), id="list"
+        ),
+        pytest.param(
+            lambda: DataLoader(Rows(), batch_sampler=[torch.randint(ROWS, (2,), generator=_of_chance())] * 9),  # type: ignore[arg-type]
+            id="list of tensors",
         ),
     ],
 )

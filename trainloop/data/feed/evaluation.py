@@ -153,8 +153,6 @@ class EvalFeed:
         rank, known = self._rank, self._source.sizes_known and not self._source.counts
         for round_index, (sizes, batch) in enumerate(self._source.items(epoch=0, first_batch=0)):
             size = sizes[rank] if known else sizes
-            if known and self._world_size > 1:
-                size = size or None  # this rank has no part; otherwise 0 is an empty batch
             if size is not None:
                 yield (round_index * self._world_size + rank, size), batch
 

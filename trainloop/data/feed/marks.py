@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from io import IOBase
@@ -50,7 +51,7 @@ class LoaderMarks:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self._attributes: list[tuple[dict[str, Any], int, list[tuple[str, Any]]]] = []
+        self._attributes: list[tuple[dict[str, Any], int, dict[str, Any]]] = []
         self._lengths: list[tuple[Any, int | None]] = []
         self._worker_init: tuple[DataLoader[Any], Any] | None = None
         if isinstance(loader, SplitBatches):
@@ -63,7 +64,7 @@ class LoaderMarks:
 
     def _note_attributes(self, part: Any, *further: str) -> None:
         attributes = vars(part)
-        kept = [(name, v) for name, v in attributes.items() if (name[0] != "_" and name not in _OWN) or name in further]
+        kept = {name: v for name, v in attributes.items() if (name[0] != "_" and name not in _OWN) or name in further}
         self._attributes.append((attributes, len(attributes), kept))
 
     def _note_parts(self, loader: DataLoader[Any]) -> None:
@@ -89,7 +90,9 @@ class LoaderMarks:
         for attributes, count, kept in self._attributes:
             if len(attributes) != count:
                 return True
-            for name, before in kept:
+            if all(map(operator.is_, map(attributes.get, kept), kept.values())):  # the usual case first
+                continue
+            for name, before in kept.items():
                 now = attributes.get(name)
                 if now is not before and not (type(now) is type(before) and type(now) in _PLAIN and now == before):
                     return True

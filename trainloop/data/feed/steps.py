@@ -46,8 +46,7 @@ def steps_of_known(
     Parameters
     ----------
     items : iterator of (sizes, batch)
-        Samples on each rank in a global batch, and this rank's part of the batch (ignored if the rank has no samples;
-        in one process, an empty batch is a batch without weight).
+        Samples on each rank in a global batch (None: no part), and this rank's part of the batch.
     grad_accumulation : int
         Micro-batches of a step.
     rank : int
@@ -71,7 +70,7 @@ def steps_of_known(
         if of_group != known_group:
             known_group = of_group
             sizes, scales, total, counts = _weigh(list(known_group), rank)
-        own = [batch for rank_sizes, batch in group if rank_sizes[rank] or len(rank_sizes) == 1]
+        own = [batch for rank_sizes, batch in group if rank_sizes[rank] is not None]
         yield StepBatches(own, sizes, scales, total, counts)
 
 
@@ -114,8 +113,5 @@ def _next_step_length(grad_accumulation: int, batches_left: BatchesLeft) -> int:
 
 
 def _weigh(group: list[RankSizes], rank: int) -> tuple[list[int], list[float] | None, int, list[int] | None]:
-    alone = len(group[0]) == 1
-    sizes = [
-        [in_batch[of_rank] for in_batch in group if alone or in_batch[of_rank]] for of_rank in range(len(group[0]))
-    ]
+    sizes = [[size for size in of_rank if size is not None] for of_rank in zip(*group, strict=True)]
     return (sizes[rank], *weigh_step(sizes, rank))

@@ -128,7 +128,10 @@ class TrainFeed:
     def next_indices(self) -> list[Any] | None:
         """Return the dataset indices of the batch that is read next, or that failed; None if unknown."""
         found = self._source.next_indices()
-        return None if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
+        if found is None:
+            return None
+        # Without batches, an item is one index, which may be a list.
+        return [found] if getattr(self._users_loader, "batch_sampler", None) is None else list(found)
 
     def set_epoch(self, epoch: int, *, told: bool = False) -> None:
         """Set the epoch that :meth:`steps` yields next; every rank calls it before each epoch.

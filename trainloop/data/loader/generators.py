@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -19,7 +21,7 @@ from trainloop.data.order.columns import SplitBatches
 from trainloop.errors import TrainLoopError
 
 # Most attributes of modules have these types. To ask whether they are generators would take several times as long.
-_BUILT_IN = {type(None), bool, int, float, str, list, tuple, set, dict, OrderedDict}
+_BUILT_IN = {type(None), bool, int, float, str, list, tuple, set, dict, OrderedDict, partial, FunctionType, MethodType}
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,9 @@ def refuse_shared_iterator(loader: Any, training: Any) -> None:
 
 
 def loaders_within(loader: Any) -> list[DataLoader[Any]]:
-    """Return the loaders that a loader of the user's own reads."""
+    """Return the loaders that a loader of the user's own, which is no ``DataLoader``, reads."""
+    if isinstance(loader, DataLoader):
+        return []
     return [one for one in parts_of_loader(loader).values() if isinstance(one, DataLoader) and one is not loader]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from trainloop._support.nested import map_parts, parts_of
-from trainloop._support.sharding import shard_size
+from trainloop._support.sharding import shard_sizes
 from trainloop._support.signals import started
 from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
@@ -96,9 +96,9 @@ class SplitBatches:
         assert columns is not None  # checked above
         return columns
 
-    def sizes(self, columns: int, world_size: int) -> tuple[int, ...]:
-        """Return how many columns of a batch each rank gets."""
-        return tuple(shard_size(columns, rank, world_size) for rank in range(world_size))
+    def sizes(self, columns: int, world_size: int) -> tuple[int | None, ...]:
+        """Return how many columns of a batch each rank gets; None for a rank without a part."""
+        return shard_sizes(columns, world_size)
 
     def part(self, batch: Any, columns: int, rank: int, world_size: int) -> Any:
         """Return one rank's columns of a batch."""
@@ -106,8 +106,8 @@ class SplitBatches:
         if world_size == 1:
             return batch
         sizes = self.sizes(columns, world_size)
-        start = sum(sizes[:rank])
-        return _narrowed(batch, self.dim, slice(start, start + sizes[rank]))
+        start = sum(size or 0 for size in sizes[:rank])
+        return _narrowed(batch, self.dim, slice(start, start + (sizes[rank] or 0)))
 
 
 def _axis(part: Any, dim: int) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any, TypeGuard, TypeVar
@@ -46,13 +46,19 @@ def order_by_position(sampler: Any, key: int | None) -> Order | None:
     return PermutedOrder(len(sampler), key) if len(sampler) == len(sampler.data_source) else None
 
 
+def size_of(item: Any) -> int:
+    """Return the number of indices in an item of a sampler: a list, an array, a range ...; -1 for a single index."""
+    several = isinstance(item, Collection) and not isinstance(item, str) and getattr(item, "ndim", 1) > 0
+    return len(item) if several else -1
+
+
 def digest_of(indices: list[Any]) -> int:
     """Return a checksum of indices, or of lists of them; equal on ranks that read the same order."""
     return derive_seed(repr(_plain(indices)))
 
 
 def _plain(index: Any) -> Any:
-    if isinstance(index, (list, tuple)):
+    if size_of(index) >= 0:
         return [_plain(part) for part in index]
     try:
         return operator.index(index)

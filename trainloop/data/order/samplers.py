@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import islice
 from typing import Any
 
@@ -28,12 +28,12 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from trainloop._support.rng import derive_seed
-from trainloop._support.sharding import BatchPlan, Order, index_blocks, shard_size
+from trainloop._support.sharding import BatchPlan, Order, index_blocks, shard_size, shard_sizes
 from trainloop.data.batch.randomness import SeedOnArrival
-from trainloop.data.order.orders import digest_of, length_of, order_by_position, read_isolated
+from trainloop.data.order.orders import digest_of, length_of, order_by_position, read_isolated, size_of
 
-RankSizes = tuple[int, ...]
-"""Samples of each rank in one global batch; -1 if only that rank can know its number."""
+RankSizes = tuple[int | None, ...]
+"""Samples of each rank in one global batch; None if the rank has no part in it, -1 if only that rank can know."""
 
 # The order of these samplers is fixed when the epoch begins, so reading ahead can't change it. A user's own sampler may
 # depend on the training so far, and is read one global batch at a time.
@@ -85,7 +85,7 @@ class RankShard:
     def batches(self, first_batch: int = 0) -> Iterator[tuple[Any, RankSizes]]:
         """Yield, from ``first_batch`` on, this rank's indices in each global batch, and each rank's number of samples.
 
-        A size of 0 means that the rank has no part in the batch; -1 that the size is unknown before loading.
+        See :data:`RankSizes` for ranks without a part, and for sizes that are unknown before loading.
         """
         raise NotImplementedError
 
@@ -200,8 +200,7 @@ class ShardSampler(RankShard, DistributedSampler[Any]):
                 if len(indices) == size:
                     yield indices[self.rank :: world_size], full
                 elif not self.drop_last:
-                    sizes = tuple(shard_size(len(indices), rank, world_size) for rank in range(world_size))
-                    yield indices[self.rank :: world_size], sizes
+                    yield indices[self.rank :: world_size], shard_sizes(len(indices), world_size)
 
 
 class _UserBatches(RankShard, Sampler[Any]):
@@ -229,10 +228,10 @@ class _UserBatches(RankShard, Sampler[Any]):
                 yield index
 
     def _lists_of_items(self, at_once: int) -> Iterator[list[Any]]:
-        """Yield the sampler's items, in lists of ``at_once``."""
-        return read_isolated(
-            self.base, at_once, None if self.seed is None else derive_seed(self.seed, "sampler", self.epoch)
-        )
+        """Yield the sampler's items, in lists of ``at_once``; an iterator over indices becomes a list."""
+        seed = None if self.seed is None else derive_seed(self.seed, "sampler", self.epoch)
+        for items in read_isolated(self.base, at_once, seed):
+            yield [list(item) if isinstance(item, Iterable) and not isinstance(item, Sized) else item for item in items]
 
 
 class BatchShardSampler(_UserBatches):
@@ -253,9 +252,7 @@ class BatchShardSampler(_UserBatches):
 
     def part_of(self, group: list[Any]) -> tuple[Any, RankSizes]:
         """Return this rank's batch of one round, and each rank's samples."""
-        # The collate function may make a batch of an empty list; a size of 0 would mean no batch.
-        sizes = tuple(max(1, len(unit)) if isinstance(unit, (list, tuple)) else -1 for unit in group)
-        sizes += (0,) * (self.num_replicas - len(group))
+        sizes = tuple(map(size_of, group)) + (None,) * (self.num_replicas - len(group))
         return group[self.rank] if self.rank < len(group) else None, sizes
 
 
@@ -284,7 +281,7 @@ class PreshardedShard(_UserBatches):
         self.first_batch_digest = 0
         for (unit,) in islice(self._lists_of_items(1), first_batch, None):
             self.first_batch_digest = self.first_batch_digest or digest_of([unit])
-            size = len(unit) if isinstance(unit, (list, tuple)) else -1
+            size = size_of(unit)
             others = size if self.sizes_known else -1
             yield unit, tuple(size if rank == self.rank else others for rank in range(self.num_replicas))
 
@@ -336,11 +333,14 @@ class LoggedBatchSampler(BatchSampler):
         self.indices.clear()
         self.passes, self.ended = self.passes + 1, False
         for batch_index, (index, sizes) in enumerate(shard.batches(first_batch), start=first_batch):
-            if self._scalar and isinstance(shard, ShardSampler):
-                index, sizes = (index[0] if index else None), tuple(-1 if size else 0 for size in sizes)
+            if self._scalar:
+                if isinstance(shard, ShardSampler):
+                    index = index[0] if index else None
+                if not isinstance(index, list):  # one index, maybe a tuple, of a sample or of a batch
+                    sizes = tuple(size if size is None else -1 for size in sizes)
             log.append(sizes)
             self.indices.append(index)
-            if sizes[shard.rank] == 0:
+            if sizes[shard.rank] is None:
                 continue  # the pass ends here: only in the last global batch may a rank have no part
             yield SeedOnArrival(index, shard.batch_seed(batch_index)) if self._seeds_workers else index
         self.ended = True

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler
 
 from trainloop._support.rng import derive_seed
 from trainloop._support.sharding import IdentityOrder, Order
-from trainloop.data.order.orders import digest_of, length_of, order_by_position
+from trainloop.data.order.orders import digest_of, length_of, order_by_position, size_of
 from trainloop.data.order.samplers import BatchShardSampler, RankSizes
 from trainloop.errors import ConfigurationError
 
@@ -131,7 +131,7 @@ class WholeBatches(BatchShardSampler):
 
 def _compact(unit: Any) -> Any:
     """Return a batch's indices as an array if they are integers, to save memory."""
-    if not isinstance(unit, (list, tuple)):
+    if size_of(unit) < 0:
         return unit
     try:
         return np.asarray(unit, dtype=np.int64)

@@ -170,12 +170,9 @@ class Indexed(Source):
         rank, counter = self._rank, self._counter
         for sizes, batch in items:
             size = sizes[rank]
-            if size == 0:
-                yield None, None
-            elif size < 0:
-                yield counter.count(batch), batch
-            else:
-                yield counter.count(batch, size) if self.counts else size, batch
+            if size is not None and (self.counts or size < 0):
+                size = counter.count(batch, size if size >= 0 else None)
+            yield size, batch
 
     def _index(self, rows: TensorRows, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         """Yield batches by indexing, without the loader."""
@@ -185,7 +182,7 @@ class Indexed(Source):
         order = shard.order if isinstance(shard, ShardSampler) else None
         if order is None or not isinstance(shard, ShardSampler) or shard.plan is None:
             for indices, sizes in shard.batches(first_batch):
-                yield sizes, rows.take_list(indices) if sizes[rank] else None
+                yield sizes, None if sizes[rank] is None else rows.take_list(indices)
             return
         plan, batch_index = shard.plan, first_batch
         # One tuple for all full batches, so that steps recognise unchanged sizes by identity.
@@ -228,5 +225,5 @@ class Indexed(Source):
                 yield sizes, batch
         if self._own_iter and isinstance(shard, WholeBatches) and shard.num_replicas > 1:
             loaders.check_passed_through(requested.passes, requested.ended, self._users_loader, self._name)
-        if requested.log and requested.log[0][rank] == 0:
+        if requested.log and requested.log[0][rank] is None:
             yield requested.log.popleft(), None

@@ -33,7 +33,7 @@ from trainloop.data.batch.stops import slipped_out
 from trainloop.data.loader import libraries, loaders
 from trainloop.data.loader.loader_copies import copy_loader
 from trainloop.data.order.columns import SplitBatches
-from trainloop.data.order.orders import batches_of, cuts_torchs_order, digest_of, length_of, rest_of
+from trainloop.data.order.orders import batches_of, cuts_torchs_order, digest_of, length_of, rest_of, size_of
 from trainloop.data.order.samplers import RankSizes
 from trainloop.data.source.tensors import TensorRows, draw_base_seed, loader_batches, loads_batches_here
 from trainloop.data.stream.positions import InProcess, Position, StreamPlaces
@@ -117,7 +117,7 @@ class Source:
         """Yield this rank's part of each global batch of an epoch from ``first_batch`` on, with its size or sizes.
 
         After ``position.load()``, yield the parts that follow the loaded position. If this rank has no part in a global
-        batch, its entry in ``sizes`` is 0, or its ``size`` is None, and the batch must be ignored.
+        batch, its entry in ``sizes``, or its ``size``, is None, and the batch must be ignored.
         """
         raise NotImplementedError
 
@@ -190,9 +190,9 @@ class LoggedIndices:
         return getattr(self.base, name)
 
     def taken_size(self) -> int | None:
-        """Remove the entry of the batch that has arrived; return its number of indices, or None if it is no list."""
-        indices = self.log.popleft() if self.log else None
-        return len(indices) if isinstance(indices, (list, tuple)) else None
+        """Remove the entry of the batch that has arrived; return its number of indices, or None for anything else."""
+        size = size_of(self.log.popleft()) if self.log else -1
+        return None if size < 0 else size
 
     def taken(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches, and remove the entry of each batch from the log."""

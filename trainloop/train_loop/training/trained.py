@@ -294,7 +294,7 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
     if model.training:
         # Users freeze BatchNorm by eval(); a plain model.train() each epoch would undo it.
         kept = [module for module in modules if not module.training]
-        if not kept and all(type(module).train is nn.Module.train for module in modules):
+        if not kept and {type(module).train for module in modules} == {nn.Module.train}:
             return []  # they are in training mode already; train() would assign each module's mode
     model.train()
     if kept:
