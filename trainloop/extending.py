@@ -2,8 +2,8 @@
 
 * arguments: :func:`count_of`, :func:`number_of`, :func:`path_of`, :func:`texts_of`, :func:`dict_of`,
   :func:`check_counts`, :func:`check_flags`, :func:`require_loader`, :func:`import_extra`
-* hooks: :func:`logs_nothing` for a hook that sends values instead of logging them; :class:`Saver` for a callback that
-  writes between steps
+* hooks: :func:`logs_nothing` for a hook that sends values instead of logging them; :func:`keeps_state` for an
+  ``on_epoch_end`` that does not change a large state; :class:`Saver` for a callback that writes between steps
 * values: :class:`Tracker`, which collects step and epoch values for a service; :func:`lower_is_better` for a metric's
   name
 * messages: :func:`warn`, which warns at the user's line
@@ -15,7 +15,7 @@ from __future__ import annotations
 from trainloop._support.distribution import import_extra
 from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import check_counts, check_flags, count_of, dict_of, number_of, path_of, texts_of
-from trainloop.callbacks.base import Saver, logs_nothing, require_loader
+from trainloop.callbacks.base import Saver, keeps_state, logs_nothing, require_loader
 from trainloop.callbacks.monitor import lower_is_better
 from trainloop.callbacks.reports.trackers import Tracker
 from trainloop.callbacks.weights.train_schedule import groups_with_rates
@@ -30,6 +30,7 @@ __all__ = [
     "dict_of",
     "groups_with_rates",
     "import_extra",
+    "keeps_state",
     "logs_nothing",
     "lower_is_better",
     "number_of",

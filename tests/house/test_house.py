@@ -306,3 +306,26 @@ def test_private_names_stay_at_home() -> None:
     assert not neighbours, "make public what a neighbour needs:\n" + "\n".join(neighbours)
     assert not any(new.values()), {file: names for file, names in new.items() if names}
     assert not any(gone.values()), {file: names for file, names in gone.items() if names}
+
+
+def test_no_class_of_ours_is_recognised_by_its_name() -> None:
+    trees = {path.relative_to(PACKAGE).as_posix(): tree_of(path) for path in PACKAGE.rglob("*.py")}
+    ours = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    named = [
+        f"{file}:{function.lineno} {text.value}"
+        for file, tree in trees.items()
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and compares_names(function)
+        for text in ast.walk(function)
+        if isinstance(text, ast.Constant) and text.value in ours
+    ]
+    assert not named, "ask with isinstance, or let the class declare it:\n" + "\n".join(named)
+
+
+def compares_names(function: ast.AST) -> bool:
+    return any(
+        isinstance(part, ast.Attribute) and part.attr in ("__name__", "__qualname__")
+        for node in ast.walk(function)
+        if isinstance(node, ast.Compare)
+        for part in (node.left, *node.comparators)
+    )

@@ -27,6 +27,7 @@ __all__ = [
     "HookTable",
     "Saver",
     "identity_of",
+    "keeps_state",
     "logs_nothing",
     "matched_entries",
     "overrides_of_user",
@@ -508,6 +509,12 @@ def require_loader(loop: Any, loader: str, owner: str) -> None:
 def logs_nothing(hook: HookT) -> HookT:
     """Mark a hook that logs nothing, so that ranks need no exchange after it."""
     hook.logs_nothing = True  # type: ignore[attr-defined]
+    return hook
+
+
+def keeps_state(hook: HookT) -> HookT:
+    """Mark an ``on_epoch_end`` that does not change its callback's state, so that no copy of it is made before."""
+    hook.keeps_state = True  # type: ignore[attr-defined]
     return hook
 
 

@@ -17,6 +17,7 @@ from trainloop._support.keywords import nearest
 from trainloop.devices import is_bool
 from trainloop.errors import ConfigurationError
 from trainloop.extending import warn
+from trainloop.model import TTModel
 from trainloop.pretrained.finding import find_picture_model, find_text_model, import_library
 from trainloop.resources import ResourceQuota, available
 from trainloop.resources.quota import checked_count
@@ -369,9 +370,8 @@ def _model_of(key: Any) -> _Model:
             "a function or class that makes a TTModel."
         )
     name = getattr(key, "__name__", type(key).__name__)
-    network = any(base.__name__ == "TTModel" for base in getattr(key, "__mro__", ()))
     known = _parameters(key)
-    if hasattr(key, "fit") and hasattr(key, "predict") and not network:
+    if hasattr(key, "fit") and hasattr(key, "predict") and not (isinstance(key, type) and issubclass(key, TTModel)):
         return _Model(name, partial(Estimator, make=key), settings=lambda _problem: known)
     known = known and known | set(NeuralAdapter.defaults)
     return _Model(name, partial(OwnNetwork, make=key), gpu="always", settings=lambda _problem: known)

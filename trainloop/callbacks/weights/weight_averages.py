@@ -17,7 +17,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from trainloop import distributed
 from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import check_counts, check_flags, number_of
-from trainloop.callbacks.base import AbstractCallback, logs_nothing, require_loader
+from trainloop.callbacks.base import AbstractCallback, keeps_state, logs_nothing, require_loader
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim.parameters import note_registrations
 from trainloop.parallel.sharded.shards import full_tensor, is_sharded, local_shard, shard_like
@@ -385,6 +385,7 @@ class ExponentialMovingAverage(WeightAverage):
         super().load_state_dict(state)
         self._copies = state.get("copies", 0)
 
+    @keeps_state  # a copy would be as large as the model
     def on_epoch_end(self) -> None:
         if self.evaluate:
             loop = self.train_loop_obj

@@ -45,10 +45,8 @@ def states_before_cut(run: TrainingRun) -> dict[str, Any]:
     not done its end.
     """
     loop = run.loop
-    # A copy of an average is as large as the model. This callback only evaluates its average at an epoch's end.
-    fixed = "ExponentialMovingAverage"
     changing = [
-        callback.uses_hook("on_epoch_end") and all(kind.__name__ != fixed for kind in type(callback).__mro__)
+        callback.uses_hook("on_epoch_end") and not hasattr(callback.on_epoch_end, "keeps_state")
         for callback in loop.callbacks
     ]
     here = run.place.collective or loop.is_global_zero
