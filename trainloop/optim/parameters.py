@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -61,6 +61,14 @@ def move_to(module: nn.Module, device: torch.device) -> None:
 def trained_modules(model: nn.Module, criterion: Any) -> list[nn.Module]:
     """Return all modules that a loop trains: the model, and the criterion if it is a module or contains modules."""
     return [model, *criterion_modules(criterion)]
+
+
+def have_torchs_train(modules: Sequence[nn.Module]) -> bool:
+    """Return True if ``train(mode)`` only sets the mode of each of these modules.
+
+    Not if a class, or a module itself (``module.train = lambda mode: module``), has a method of its own.
+    """
+    return {getattr(module.train, "__func__", None) for module in modules} == {nn.Module.train}
 
 
 def named_trained_parameters(

@@ -130,6 +130,40 @@ def test_evaluating_restores_each_module() -> None:
     assert torch.is_grad_enabled()
 
 
+class StaysInTraining(nn.Dropout):
+    def train(self, mode: bool = True) -> StaysInTraining:
+        return super().train()
+
+
+class EvaluatesPartly(nn.Sequential):
+    def eval(self) -> EvaluatesPartly:
+        self[1].eval()
+        return self
+
+
+def with_own_train(model: nn.Sequential) -> nn.Sequential:
+    model[0].train = lambda mode=True: model[0]  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(StaysInTraining(), nn.Dropout()),
+        lambda: EvaluatesPartly(nn.Dropout(), nn.Dropout()),
+        lambda: with_own_train(nn.Sequential(nn.Dropout(), nn.Dropout())),
+        lambda: torch.jit.script(nn.Sequential(nn.Dropout(), nn.Dropout())),
+    ],
+    ids=["class's train", "class's eval", "module's train", "scripted"],
+)
+def test_evaluating_is_what_eval_is(make: Any) -> None:
+    expected, model = make(), make()
+    expected.eval()
+    with evaluating(model):
+        assert [part.training for part in model.modules()] == [part.training for part in expected.modules()]
+    assert all(part.training for part in model.modules())
+
+
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 Scores = namedtuple("Scores", "label box")

@@ -16,6 +16,7 @@ from torch import nn
 from trainloop._metrics import EpochEnd, Recorder
 from trainloop._support.reduction import FunctionCall, SumRule, functional_losses, graph_of_losses
 from trainloop.errors import ConfigurationError
+from trainloop.optim.parameters import have_torchs_train
 from trainloop.train_loop.run.losses import BatchLoss
 from trainloop.train_loop.run.rows import (
     Predictions,
@@ -43,19 +44,25 @@ def evaluating(*modules: nn.Module, parts: Sequence[nn.Module] | None = None) ->
     if parts is None:
         parts = [part for module in modules for part in module.modules()]
     before = [part.training for part in parts]
-    try:
-        for module in modules:
-            module.eval()  # inside ``try``, since Ctrl-C may interrupt it
+    try:  # Ctrl-C may interrupt the change of modes
+        if have_torchs_train(parts) and all(type(module).eval is nn.Module.eval for module in modules):
+            _set_modes(parts, [False] * len(parts))
+        else:
+            for module in modules:
+                module.eval()
         with torch.no_grad():
             yield
     finally:
-        for part, training in zip(parts, before, strict=True):
-            # Predictions may switch dropout on (Monte Carlo dropout). Reading is ten times as fast as assigning.
-            if part.training is not training:
-                if "training" in part.__dict__:  # nn.Module.__setattr__ first searches parameters, modules and buffers
-                    part.__dict__["training"] = training
-                else:  # a scripted module, or a property
-                    part.training = training
+        _set_modes(parts, before)  # predictions may have switched dropout on (Monte Carlo dropout)
+
+
+def _set_modes(parts: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    for part, training in zip(parts, modes, strict=True):
+        if part.training is not training:  # reading is ten times as fast as assigning
+            if "training" in part.__dict__:  # nn.Module.__setattr__ first searches parameters, modules and buffers
+                part.__dict__["training"] = training
+            else:  # a scripted module, or a property
+                part.training = training
 
 
 def mean_loss(

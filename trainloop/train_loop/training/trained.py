@@ -18,7 +18,7 @@ from trainloop._support.user_line import described_names, warn_or_print
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import parameters_of
-from trainloop.optim.parameters import criterion_modules, named_trained_parameters, own_parameters
+from trainloop.optim.parameters import criterion_modules, have_torchs_train, named_trained_parameters, own_parameters
 from trainloop.parallel import reduce_gradients
 from trainloop.parallel.ddp import cloned_gradient, hooked_node
 from trainloop.parallel.sharded.shards import is_sharded
@@ -294,7 +294,7 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
     if model.training:
         # Users freeze BatchNorm by eval(); a plain model.train() each epoch would undo it.
         kept = [module for module in modules if not module.training]
-        if not kept and {type(module).train for module in modules} == {nn.Module.train}:
+        if not kept and have_torchs_train(modules):
             return []  # they are in training mode already; train() would assign each module's mode
     model.train()
     if kept:
