@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import mmap
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainloop._launch.rank_process import RankTerminated, started_as, started_by_launch, unblocking
-from trainloop._support.forks import guard_forks, wait_for_gloo
+from trainloop._support.forks import guard_process
 from trainloop._support.platform import user_id
 from trainloop._support.signals import ends_by_sigterm, signals
 from trainloop._support.stopping import GroupStop, LocalStop, SharedStop, State, StopAgreement
@@ -236,10 +235,7 @@ def join(
             )
         device = devices[me.local_rank]
     backend = backend or backend_for(devices or [device])
-    guard_forks()
-    # This covers a group that the caller has created and that still exists at exit, too.
-    atexit.unregister(wait_for_gloo)
-    atexit.register(wait_for_gloo)
+    guard_process()
     with contextlib.ExitStack() as undo:
         if device.type == "cuda":
             # Not set_device(): resetting the previous device would create a context on a GPU of another rank.

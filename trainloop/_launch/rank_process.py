@@ -27,7 +27,7 @@ from trainloop._launch.script.main_guard import take_main_place
 from trainloop._launch.script.module_state import receive_modules
 from trainloop._launch.script.settings import apply_settings
 from trainloop._launch.work import LAUNCH_VARIABLE, RunSpec, StartFiles, Task, next_work
-from trainloop._support.forks import guard_forks
+from trainloop._support.forks import guard_process
 from trainloop._support.platform import process_config, resource
 from trainloop._support.scratch import name_semaphores
 from trainloop._support.signals import rank_signals
@@ -99,7 +99,7 @@ def run_rank(local_rank: int, line: connection.Connection) -> None:
     if sys.platform != "win32" and STACK_SIGNAL is not None:
         faulthandler.register(STACK_SIGNAL, file=stack_fd, all_threads=True)
     end_with_parent(files.caller_fd)
-    guard_forks()
+    guard_process()
     while True:
         work.apply()
         _here = _RanksTask(run, files, me, slots, work.task, received)

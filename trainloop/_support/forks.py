@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -18,17 +19,19 @@ _CHILDREN_MAY_HANG = sys.version_info < (3, 10, 15) or (3, 11) <= sys.version_in
 
 
 @functools.cache
-def guard_forks() -> None:
-    """Prevent forked children of this process from collecting garbage that they inherit.
+def guard_process() -> None:
+    """Protect a process that has, or had, a process group: at forks, and at exit, where it waits for Gloo's threads.
 
-    If only reference cycles refer to a process group (the reducer of an earlier ``DistributedDataParallel`` keeps one),
-    the garbage collector frees it. If this happens in a forked child, Gloo's destructor waits for threads that the fork
-    did not copy, and the child hangs: a loader worker never loads, and ranks wait for its batch. Python's own hooks
-    after a fork can start a collection. So collection is disabled from before the fork until the child has frozen the
-    inherited objects (``gc.freeze``). The child's own objects are collected as usual.
+    Forked children don't collect garbage that they inherit. If only reference cycles refer to a process group (the
+    reducer of an earlier ``DistributedDataParallel`` keeps one), the garbage collector frees it. If this happens in a
+    forked child, Gloo's destructor waits for threads that the fork did not copy, and the child hangs: a loader worker
+    never loads, and ranks wait for its batch. Python's own hooks after a fork can start a collection. So collection is
+    disabled from before the fork until the child has frozen the inherited objects (``gc.freeze``). The child's own
+    objects are collected as usual.
 
     This applies to the process until it ends, since the end of the last group is unknown. Further calls do nothing.
     """
+    atexit.register(wait_for_gloo)
     if not hasattr(os, "register_at_fork"):  # Windows
         return
     switched_off: set[int] = set()  # by which forking threads; without a lock, which a signal could leave locked

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import PackedSequence
 
-from trainloop._support.forks import guard_forks
+from trainloop._support.forks import guard_process
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.nested import map_parts, tensors_of
 from trainloop._support.reduction import in_place_of
@@ -110,7 +110,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             devices = {p.device for p in own_parameters(module)}
             if len(devices) == 1 and trained[0].is_cuda:
                 device_ids = [trained[0].device]
-        guard_forks()
+        guard_process()
         super().__init__(module, device_ids, output_device, **ddp_args)
         self._tt_exchanges = True
         self._tt_marked = False

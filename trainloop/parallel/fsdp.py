@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from trainloop._support.forks import guard_forks
+from trainloop._support.forks import guard_process
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.nested import map_parts, tensors_of
 from trainloop._support.user_line import described_names
@@ -212,7 +212,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             )
         can_undo()
         correct_operations()
-        guard_forks()
+        guard_process()
         super().__init__()
         self.module = module
         units = [*units_of(module, shard), ("", self)]
@@ -224,9 +224,9 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_units: list[tuple[str, Any]] = units
         self._tt_watched: WatchedForwards | None = None
         self._tt_complete: CompleteUnits | None = None
-        whole = {p for p in own_parameters(module) if stays_whole(p)}
+        whole = [p for p in own_parameters(module) if stays_whole(p)]
         options: dict[str, Any] = {"mesh": mesh}
-        options.update({"ignored_params": whole} if whole else {})
+        options.update({"ignored_params": set(whole)} if whole else {})
         options.update({"mp_policy": mp_policy} if mp_policy is not None else {})
         options.update({"offload_policy": offload_policy} if offload_policy is not None else {})
         seed = _common_seed(mesh) if any(map(_is_on_meta, module.modules())) else None
@@ -255,7 +255,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             for p, data in originals if init_sync else ():  # no longer in the module; restored for other owners
                 p.data = data
         self._tt_groups = [group for _, unit in units for group in parameter_groups(unit)]
-        whole = {p for p in own_parameters(module) if stays_whole(p)}
+        whole = [p for p in own_parameters(module) if stays_whole(p)]  # in one order on all ranks, unlike in a set
         self._tt_hooks = [unit.register_forward_pre_hook(_Flags(unit).follow, prepend=True) for _, unit in units[:-1]]
         self._tt_hooks += [refuse_other_parameters(name, unit) for name, unit in units[:-1]]  # runs before the others
         self._tt_hooks += [refuse_freed_input(name, unit) for name, unit in units[:-1]]

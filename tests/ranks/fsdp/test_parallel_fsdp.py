@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -139,6 +140,15 @@ def cleared_late(how: str, rank: int, world_size: int) -> float:
     return furthest(whole(sharded), whole(plain))
 
 
+class Scalars(nn.Module):
+    """Eight scalars, each in another place in memory on each rank, so that sets of them have other orders."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        made = {i: nn.Parameter(torch.tensor(float(100 * rank + i))) for i in random.Random(rank).sample(range(8), 8)}
+        self.all = nn.ParameterList(made[i] for i in range(8))
+
+
 def beside_torch() -> dict[str, Any]:
     """Ours, torch's own, and one process, in float64; what attributes do, and what is left when it is taken off."""
     torch.set_default_dtype(torch.float64)
@@ -176,6 +186,7 @@ def beside_torch() -> dict[str, Any]:
     TTFullyShardedDataParallel(own)
     facts["rank 0's weights"] = furthest(whole(own), whole(first))
     facts["memory is free"] = gone() is None
+    facts["rank 0's scalars"] = [p.item() for p in TTFullyShardedDataParallel(Scalars(rank)).module.parameters()]
     own.words.weight.grad = torch.ones_like(own.words.weight)
     optimizer.step()  # created before
     stepped = whole(own)["words.weight"]
@@ -234,6 +245,7 @@ def test_sharded_loop_equals_torch_and_one_process(world_size: int, tmp_path: Pa
     for facts in everyone:
         assert facts["rank 0's weights"] == 0
         assert facts["memory is free"]
+        assert facts["rank 0's scalars"] == [*range(8)]
         assert facts["a former parameter"] == [True, True, pytest.approx(0, abs=1e-6)]
         assert facts["cleared before backward"] == pytest.approx([0, 0], abs=1e-12)
         assert facts["as they came"] == [True, True]

@@ -12,7 +12,7 @@ SCRIPT = """
 import gc, multiprocessing, os, sys
 import torch.distributed as dist
 
-from trainloop._support.forks import guard_forks
+from trainloop._support.forks import guard_process
 
 
 class Cycle:
@@ -30,8 +30,8 @@ def child(queue):
 gc.set_threshold(10**9)  # the child is the first that collects
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 if GUARDED:
-    guard_forks()
-    guard_forks()
+    guard_process()
+    guard_process()
 garbage = Cycle()
 garbage.group = dist.group.WORLD
 dist.destroy_process_group()

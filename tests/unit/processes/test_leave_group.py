@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import hashlib
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainloop._support import forks
-from trainloop._support.forks import guard_forks, wait_for_gloo
+from trainloop._support.forks import guard_process, wait_for_gloo
 from trainloop.distributed.ranks import leave_group
 from trainloop.parallel import TTDistributedDataParallel
 
@@ -93,10 +94,18 @@ def test_the_exit_waits_for_threads_that_are_busy(busy: dict[str, bool]) -> None
     assert not busy["now"]
 
 
+def test_a_guarded_process_waits_at_its_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[object] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(os, "register_at_fork", lambda **hooks: None)
+    guard_process.__wrapped__()
+    assert registered == [wait_for_gloo]
+
+
 @pytest.mark.skipif(not forks._CHILDREN_MAY_HANG, reason="this Python forks safely beside threads that begin or end")
 def test_a_fork_waits_for_them_too(busy: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forks, "_REST_BEFORE_FORK_S", 2.0)  # a slow machine
-    guard_forks()
+    guard_process()
     child = os.fork()
     if not child:
         os._exit(0)
