@@ -154,13 +154,14 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         ``torch.distributed.fsdp.MixedPrecisionPolicy`` and ``OffloadPolicy``.
     init_sync : bool
         If True, the parameters and buffers of the mesh's first rank are first sent to the mesh's other ranks, one at a
-        time (as in DDP). Use ``False`` if the ranks' values are already equal.
+        time (as in DDP); only the first rank needs values, and the others' model may be on the meta device. Use
+        ``False`` if the ranks' values are already equal.
 
     Raises
     ------
     ConfigurationError
         If there is no process group; if the module has lazy parameters or is already sharded; if a unit's parameters
-        have several dtypes; or if an argument is invalid.
+        have several dtypes; if only the first rank's model is on the meta device; or if an argument is invalid.
 
     Notes
     -----
@@ -224,23 +225,25 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_units: list[tuple[str, Any]] = units
         self._tt_watched: WatchedForwards | None = None
         self._tt_complete: CompleteUnits | None = None
-        whole = [p for p in own_parameters(module) if stays_whole(p)]
         options: dict[str, Any] = {"mesh": mesh}
-        options.update({"ignored_params": set(whole)} if whole else {})
         options.update({"mp_policy": mp_policy} if mp_policy is not None else {})
         options.update({"offload_policy": offload_policy} if offload_policy is not None else {})
-        seed = _common_seed(mesh) if any(map(_is_on_meta, module.modules())) else None
-        sends = init_sync and seed is None  # values that are created here are already equal on all ranks
-        done: set[int] = {id(p) for p in whole}
+        on_meta = [tensor.is_meta for tensor in (*module.parameters(), *module.buffers())]
+        seed, complete = _seed_of_first(mesh, on_meta) if init_sync or any(on_meta) else (None, False)
+        sends = init_sync and not complete  # values that are created here are already equal on all ranks
+        if complete and not all(on_meta):
+            raise ConfigurationError(
+                "TTFullyShardedDataParallel: the first rank's model is on the meta device, but this rank's is not. "
+                "Build it on the meta device on all ranks; or on all but the first, whose values they then get."
+            )
         before = dict(module.named_parameters(remove_duplicate=False))
         marks = {name: attributes_of(p) for name, p in before.items()}
         for number, (name, unit) in enumerate(units):
-            own = {p_name: p for p_name, p in unit.named_parameters() if id(p) not in done and not is_sharded(p)}
-            check_parameters(name or type(module).__name__, own)
-            if seed is not None:
-                _give_values(unit, device, seed + number)
-                own = dict(unit.named_parameters())
-            originals = [(p, p.data) for p in own.values() if not is_sharded(p)]
+            check_parameters(name or type(module).__name__, _to_shard(unit))
+            if any(on_meta):
+                _give_memory(unit, device, None if seed is None else seed + number)
+            ignored = {p for p in own_parameters(unit) if stays_whole(p)}
+            originals = [(p, p.data) for p in _to_shard(unit).values()]
             for p, data in originals:
                 p.data = _of_first_rank(data, mesh, device) if sends else data
                 if not p.is_contiguous():
@@ -249,7 +252,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             root = unit is self and reshard_after_forward is True
             further: dict[str, Any] = {} if root else {"reshard_after_forward": reshard_after_forward}
             try:
-                fully_shard(unit, **further, **options)
+                fully_shard(unit, ignored_params=ignored or None, **further, **options)
             except (ValueError, TypeError, NotImplementedError) as error:
                 raise ConfigurationError(f"TTFullyShardedDataParallel: {error}") from error
             for p, data in originals if init_sync else ():  # no longer in the module; restored for other owners
@@ -602,37 +605,47 @@ def _send_from_first(tensors: Iterable[Tensor], mesh: Any) -> None:
 # -- models on the meta device -----------------------------------------------------------------------------------------
 
 
-def _common_seed(mesh: Any) -> int:
-    """Return a seed drawn by the mesh's first rank, so that all ranks cut their shards from the same initial values."""
-    seed = torch.randint(2**31, (), device="cpu")
-    if dist.get_backend() == "nccl":
-        seed = seed.cuda()
-    _send_from_first([seed], mesh)
-    return int(seed)
+def _seed_of_first(mesh: Any, on_meta: Sequence[bool]) -> tuple[int | None, bool]:
+    """Return a seed that the mesh's first rank has drawn, and True if all of its tensors are on the meta device.
+
+    With the seed, all ranks cut their shards from the same initial values. It is None if no tensor is on that device.
+    Collective.
+    """
+    seed = int(torch.randint(2**31, (), device="cpu")) if any(on_meta) else -1
+    first = torch.tensor([seed, int(all(on_meta))], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    _send_from_first([first], mesh)
+    seed, complete = first.tolist()
+    return (None, False) if seed < 0 else (seed, bool(complete))
 
 
-def _give_values(unit: nn.Module, device: torch.device, seed: int) -> None:
-    """Allocate and initialize those tensors of a unit that are on the meta device."""
+def _to_shard(unit: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in unit.named_parameters() if not stays_whole(p) and not is_sharded(p)}
+
+
+def _give_memory(unit: nn.Module, device: torch.device, seed: int | None) -> None:
+    """Allocate those tensors of a unit that are on the meta device; with a seed, initialize them."""
     parts = list(filter(_is_on_meta, unit.modules()))
     for part in parts:
-        if not callable(getattr(part, "reset_parameters", None)):
+        if seed is not None and not callable(getattr(part, "reset_parameters", None)):
             raise ConfigurationError(
                 f"TTFullyShardedDataParallel: {type(part).__name__} is on the meta device, but has no "
                 "reset_parameters() to initialize its tensors. Write this method, or build the model on the CPU."
             )
     made: dict[int, nn.Parameter] = {}
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        for part in parts:
-            for name, p in part._parameters.items():
-                if p is not None and p.is_meta:
-                    if id(p) not in made:  # a tied parameter is created once
-                        made[id(p)] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
-                    part._parameters[name] = made[id(p)]
-            for name, buffer in part._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    part._buffers[name] = torch.empty_like(buffer, device=device)
-            part.reset_parameters()  # type: ignore[operator]  # checked above
+    for part in parts:
+        for name, p in part._parameters.items():
+            if p is not None and p.is_meta:
+                if id(p) not in made:  # a tied parameter is created once
+                    made[id(p)] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+                part._parameters[name] = made[id(p)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                part._buffers[name] = torch.empty_like(buffer, device=device)
+    if seed is not None:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            for part in parts:
+                part.reset_parameters()  # type: ignore[operator]  # checked above
 
 
 def _is_on_meta(part: nn.Module) -> bool:

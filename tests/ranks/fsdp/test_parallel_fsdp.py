@@ -140,6 +140,33 @@ def cleared_late(how: str, rank: int, world_size: int) -> float:
     return furthest(whole(sharded), whole(plain))
 
 
+def made_on(device: str, make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device(device):
+        return make()
+
+
+def from_meta(rank: int) -> dict[str, float]:
+    """How far values are from those of rank 0, or of one process, if some ranks' models have no memory at first."""
+    found = {}
+    first = Normed(seed=0)
+    late = made_on("meta" if rank else "cpu", lambda: Normed(seed=rank))
+    TTFullyShardedDataParallel(late)
+    found["the first has values"] = furthest(whole(late), whole(first))
+    drawn = made_on("meta", lambda: nn.Sequential(nn.Linear(4, 4), Scalars(0)))
+    part = nn.Linear(4, 2)
+    nn.init.constant_(part.weight, rank)
+    drawn.append(part)
+    TTFullyShardedDataParallel(drawn)
+    own = whole(drawn)
+    sent = {name: value.clone() for name, value in own.items()}
+    for value in sent.values():
+        dist.broadcast(value, 0)
+    found["equal on all ranks"] = furthest(own, sent)
+    found["scalars"] = sum(abs(own[f"1.all.{i}"].item() - i) for i in range(8))
+    found["a part with values"] = own["2.weight"].abs().max().item()
+    return found
+
+
 class Scalars(nn.Module):
     """Eight scalars, each in another place in memory on each rank, so that sets of them have other orders."""
 
@@ -147,6 +174,11 @@ class Scalars(nn.Module):
         super().__init__()
         made = {i: nn.Parameter(torch.tensor(float(100 * rank + i))) for i in random.Random(rank).sample(range(8), 8)}
         self.all = nn.ParameterList(made[i] for i in range(8))
+        self.all.reset_parameters = self.reset_parameters  # the list has the tensors
+
+    def reset_parameters(self) -> None:
+        for i, p in enumerate(self.all):
+            nn.init.constant_(p, i)
 
 
 def beside_torch() -> dict[str, Any]:
@@ -186,6 +218,7 @@ def beside_torch() -> dict[str, Any]:
     TTFullyShardedDataParallel(own)
     facts["rank 0's weights"] = furthest(whole(own), whole(first))
     facts["memory is free"] = gone() is None
+    facts["from meta"] = from_meta(rank)
     facts["rank 0's scalars"] = [p.item() for p in TTFullyShardedDataParallel(Scalars(rank)).module.parameters()]
     own.words.weight.grad = torch.ones_like(own.words.weight)
     optimizer.step()  # created before
@@ -245,6 +278,7 @@ def test_sharded_loop_equals_torch_and_one_process(world_size: int, tmp_path: Pa
     for facts in everyone:
         assert facts["rank 0's weights"] == 0
         assert facts["memory is free"]
+        assert not any(facts["from meta"].values()), facts["from meta"]
         assert facts["rank 0's scalars"] == [*range(8)]
         assert facts["a former parameter"] == [True, True, pytest.approx(0, abs=1e-6)]
         assert facts["cleared before backward"] == pytest.approx([0, 0], abs=1e-12)
