@@ -8,7 +8,7 @@ from functools import partial, wraps
 from hashlib import sha256
 from pathlib import PurePath
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from trainloop.model import TTModel
 __all__ = [
     "AbstractCallback",
     "HookTable",
+    "HooksOfRanks",
     "Saver",
     "identity_of",
     "keeps_state",
@@ -453,6 +454,23 @@ class HookTable:
     def __getattr__(self, name: str) -> tuple[Hook, ...]:
         # Only for type checkers and misspelled names: __init__ sets every real hook.
         raise AttributeError(f"there is no hook {name!r}; hooks are {', '.join(AbstractCallback.HOOKS)}")
+
+
+class HooksOfRanks(NamedTuple):
+    """What callbacks of any rank do for which all ranks exchange something: under a launcher, ranks may have others."""
+
+    alike: bool
+    """True if all ranks have as many callbacks that may log at an epoch's end, in the same order."""
+    on_log: bool
+    on_train_end: bool
+    shared: bool
+
+    @classmethod
+    def of(cls, callbacks: Sequence[AbstractCallback]) -> HooksOfRanks:
+        """Return what a rank's callbacks do, if all ranks have them."""
+        ends = any(callback.uses_hook("on_train_end") and not isinstance(callback, Saver) for callback in callbacks)
+        logs = any(callback.uses_hook("on_log") for callback in callbacks)
+        return cls(alike=True, on_log=logs, on_train_end=ends, shared=any(callback.shared for callback in callbacks))
 
 
 def overrides_of_user(callback: AbstractCallback, name: str) -> bool:

@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel, distributed
+from trainloop.callbacks import EarlyStopping, ModelCheckpoint
 from trainloop.data import TrainFeed
 from trainloop.data.loader.loaders import Shared, check_shared
 from trainloop.errors import ConfigurationError
@@ -222,6 +223,10 @@ FITS: dict[str, tuple[Callable[[int], Any], str]] = {
         lambda rank: loop_of(rows(), None if rank else rows()).fit(1),
         "validation_loader is None on rank 1, but not on rank 0",
     ),
+    "a ModelCheckpoint on rank 0": (
+        lambda rank: loop_of(rows()).fit(1, callbacks=[ModelCheckpoint("never written")][rank:]),
+        "callbacks that write checkpoints: none on rank 1, but ModelCheckpoint on rank 0",
+    ),
     "a test_loader on the other": (
         lambda rank: loop_of(rows(), None, rows() if rank else None).fit(1),
         "test_loader is None on rank 0, but not on rank 1",
@@ -265,6 +270,31 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 
 
+class Tracker(AbstractCallback):
+    """On one rank only, as a script has it: for each of its hooks, all ranks exchange something."""
+
+    shared = ("run_id",)
+    run_id = ""
+    rows = 0
+
+    def on_log(self, rows: list[Any]) -> None:
+        self.rows += len(rows)
+
+    def on_epoch_end(self) -> None:
+        self.log("tracked", 1.0)
+
+    def on_train_end(self) -> None:
+        self.run_id = "mine"
+
+
+def tracked(rank: int) -> tuple[int, str, list[float]]:
+    """Rows that a tracker of rank 0 gets, its ID, and what all ranks have of its logs; rank 1 has other callbacks."""
+    tracker = Tracker("tracker")
+    loop = loop_of(rows(600, 2))
+    loop.fit(2, callbacks=[EarlyStopping("loss", patience=9)] if rank else [tracker])
+    return tracker.rows, tracker.run_id, loop.history["tracked"]
+
+
 def error_of(work: Callable[[int], Any]) -> str:
     """What it raises; an exchange after it shows that no rank is left behind in one."""
     rank = distributed.get_rank()
@@ -277,8 +307,8 @@ def error_of(work: Callable[[int], Any]) -> str:
     return error
 
 
-def errors_of_fits() -> tuple[dict[str, str], dict[str, str], int, list[int]]:
-    """And, of loops that differ in what they may: the steps taken, and rows of predictions."""
+def errors_of_fits() -> tuple[dict[str, str], dict[str, str], int, list[int], tuple[int, str, list[float]]]:
+    """And, of loops that differ in what they may: the steps taken, rows of predictions, and what a tracker gets."""
     fits = {name: error_of(work) for name, (work, _) in FITS.items()}
     refused = {name: error_of(work) for name, (work, _) in REFUSED.items()}
     rank = distributed.get_rank()
@@ -287,16 +317,17 @@ def errors_of_fits() -> tuple[dict[str, str], dict[str, str], int, list[int]]:
     given = rows(40, sampler=DistributedSampler(range(40), num_replicas=2, rank=rank, shuffle=False))  # type: ignore[arg-type]
     in_order = loop_of(rows(), seed=rank)
     predicted = [len(in_order.predict_with_model(data)[0]) for data in (rows(), given)]
-    return fits, refused, unused.global_step, predicted
+    return fits, refused, unused.global_step, predicted, tracked(rank)
 
 
 def test_loops_of_ranks_say_what_differs_before_the_first_step(tmp_path: Path) -> None:
     everyone = run_own_ranks(errors_of_fits, 2, folder=tmp_path)
-    for fits, _, steps, predicted in everyone:
+    for rank, (fits, _, steps, predicted, of_tracker) in enumerate(everyone):
         for name, (_, message) in FITS.items():
             assert message in fits[name], name
         assert steps == 2
         assert predicted == [40, 40]
+        assert of_tracker == ((0, "") if rank else (300, "mine")) + ([1.0, 1.0],)
     assert everyone[0][0] == everyone[1][0]
     for name, (_, message) in REFUSED.items():
         assert "rank 1 rejected its arguments" in everyone[0][1][name], name

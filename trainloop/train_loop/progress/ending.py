@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trainloop.callbacks.base import Saver, matched_entries
+from trainloop.callbacks.base import HooksOfRanks, matched_entries
 from trainloop.train_loop.arguments.options import End
 from trainloop.train_loop.progress.loop_state import LoopState
 
@@ -51,7 +51,8 @@ def end_that_holds(loop: LoopState, state: dict[str, Any]) -> list[End]:
 def nothing_left(loop: LoopState, state: dict[str, Any]) -> str:
     """Return the reason why no work is left after a checkpoint; an empty string if work is left."""
     place = state["place"]
-    if place["epoch_steps"] or (has_work_at_end(loop) and not place.get("finished", False)):
+    has_work = has_work_at_end(loop, HooksOfRanks.of(loop.callbacks))
+    if place["epoch_steps"] or (has_work and not place.get("finished", False)):
         return ""
     ends = end_that_holds(loop, state)
     if ends:
@@ -64,8 +65,6 @@ def nothing_left(loop: LoopState, state: dict[str, Any]) -> str:
     return f"{done} of {asked} {what}s are done. To continue, ask fit for more." if done >= asked else ""
 
 
-def has_work_at_end(loop: LoopState) -> bool:
+def has_work_at_end(loop: LoopState, of_ranks: HooksOfRanks) -> bool:
     """Return True if work follows the last epoch: a test, or hooks of callbacks."""
-    if loop.end_auto_eval and loop.test_loader is not None:
-        return True
-    return any(callback.uses_hook("on_train_end") and not isinstance(callback, Saver) for callback in loop.callbacks)
+    return of_ranks.on_train_end or (bool(loop.end_auto_eval) and loop.test_loader is not None)

@@ -29,7 +29,7 @@ from trainloop._support import rng
 from trainloop._support.reduction import SumRule, class_criteria, sum_rule
 from trainloop._support.stopping import StopAgreement
 from trainloop._support.user_line import warn, warn_or_print
-from trainloop.callbacks.base import HookTable
+from trainloop.callbacks.base import HooksOfRanks, HookTable
 from trainloop.data import EvalFeed
 from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.loader.generators import generators_restored
@@ -114,7 +114,7 @@ class Run:
         self._open_feeds: dict[Any, ExitStack] = {}
         """What ends with a feed, by the feed."""
         self.undo.callback(self._close_feeds)
-        self._same_callbacks = True
+        self.of_ranks = HooksOfRanks.of(loop.callbacks)
         self._passes = 0
         """Evaluations and predictions that are in progress: a hook of one may begin another one."""
 
@@ -485,8 +485,7 @@ class Run:
         With ``exchange``, the history gets the values of all steps so far in any case.
         """
         # If any rank has a hook, all ranks exchange here. Without hooks, an occasional exchange is enough.
-        has_hooks = any(callback.uses_hook("on_log") for callback in self.loop.callbacks)
-        if exchange or has_hooks or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
+        if exchange or self.of_ranks.on_log or self.epoch_steps % MOST_STEPS_BETWEEN_EXCHANGES == 0:
             # A hook may ask within a step, of which only some micro-batches are done, or later hooks log more.
             complete = self.step_in_work is None
             self.publish(self.recorder.exchange_steps(finished=self.loop.global_step, complete=complete))
@@ -525,10 +524,10 @@ class Run:
         for hook, may_log in self.hooks.in_turn(name):
             if hook is not None:
                 hook()
-            if may_log and self._same_callbacks:
+            if may_log and self.of_ranks.alike:
                 self._record_late()
         # Ranks with different callbacks can't exchange after each callback: do one exchange after all callbacks.
-        if not self._same_callbacks:
+        if not self.of_ranks.alike:
             self._record_late()
 
     def _record_late(self) -> None:

@@ -20,7 +20,7 @@ from trainloop import distributed
 from trainloop._launch.rank_process import started_by_launch
 from trainloop._support.reduction import sum_rule
 from trainloop._support.user_line import described_names, warn_or_print
-from trainloop.callbacks.base import AbstractCallback
+from trainloop.callbacks.base import AbstractCallback, HooksOfRanks, Saver
 from trainloop.data.loader.loaders import NO_LOADER, Shared, check_shared
 from trainloop.distributed.objects import names_that_differ
 from trainloop.errors import ConfigurationError
@@ -116,12 +116,14 @@ def requested_settings(run: TrainingRun, *, gather: bool, resume: dict[str, Any]
             f"a criterion of class {type(loop.criterion).__qualname__}, with {sums} of losses",
         ],
         "place": [place["epoch"], place["global_step"]],
-        "turns": [len(run.hooks.in_turn(name)) for name in ("on_epoch_end", "on_train_end")],
+        "turns": [[may_log for _, may_log in run.hooks.in_turn(name)] for name in ("on_epoch_end", "on_train_end")],
+        "hooks": HooksOfRanks.of(loop.callbacks)._asdict(),
+        "savers": [type(callback).__qualname__ for callback in loop.callbacks if isinstance(callback, Saver)],
         "loaders": [list(one) for one in shared],
     }
 
 
-def check_same_on_all_ranks(mine: dict[str, Any]) -> bool:
+def check_same_on_all_ranks(mine: dict[str, Any]) -> HooksOfRanks:
     """Raise an error on all ranks if ranks would not do the same steps and evaluations. Collective: one exchange.
 
     Parameters
@@ -131,8 +133,8 @@ def check_same_on_all_ranks(mine: dict[str, Any]) -> bool:
 
     Returns
     -------
-    bool
-        True if all ranks have the same number of callbacks that may log at an epoch's end.
+    HooksOfRanks
+        What the callbacks of any rank do.
 
     Raises
     ------
@@ -165,7 +167,16 @@ def check_same_on_all_ranks(mine: dict[str, Any]) -> bool:
             )
     for i, name in enumerate(_LOADERS):
         check_shared([Shared(*theirs["loaders"][i]) for theirs in everyone], name)
-    return all(theirs["turns"] == mine["turns"] for theirs in everyone)
+    for rank, theirs in enumerate(everyone):
+        if theirs["savers"] != first["savers"]:
+            own, of_first = (", ".join(one["savers"]) or "none" for one in (theirs, first))
+            raise ConfigurationError(
+                f"callbacks that write checkpoints: {own} on rank {rank}, but {of_first} on rank 0. A checkpoint has a "
+                "part of every rank's state, and rank 0 alone writes it, so pass the same of these callbacks on every "
+                "rank."
+            )
+    hooks = {name: any(theirs["hooks"][name] for theirs in everyone) for name in first["hooks"]}
+    return HooksOfRanks(**{**hooks, "alike": all(theirs["turns"] == first["turns"] for theirs in everyone)})
 
 
 class SameWeights:

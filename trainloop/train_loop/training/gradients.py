@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from trainloop import distributed
 from trainloop._support.reduction import DeclaredReductions, sum_rule
+from trainloop.callbacks.base import HooksOfRanks
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
@@ -121,10 +122,10 @@ class Gradients:
 
     # -- parameters that are frozen, unfrozen or added while ranks train ---------------------------------------------
 
-    def follow_at_epoch_begin(self, settings: dict[str, Any]) -> bool:
+    def follow_at_epoch_begin(self, settings: dict[str, Any]) -> HooksOfRanks:
         """Take the parameters, the optimizers and the rule for sums as they are now. Collective.
 
-        Return True if all ranks have the same callbacks. Other settings that differ are an error.
+        Return what the ranks' callbacks do. Settings that differ are an error.
         """
         outdated, self.outdated = self._steps_others() or self.outdated, False
         self.take_rules()
@@ -132,14 +133,14 @@ class Gradients:
         if self.trained is None:
             if outdated:
                 self._take_parameters()
-            return True
+            return HooksOfRanks.of(self._run.loop.callbacks)
         wrapper = self._place.wrapper
         shares = self._shares_buffers or bool(getattr(wrapper, "broadcast_buffers", False))
         ignored = getattr(wrapper, "parameters_to_ignore", ())  # DDP's name for parameters and buffers
         shared = [(name, b) for name, b in self._run.loop.model.named_buffers() if shares and name not in ignored]
         changed, alike = self.trained.agree(zlib.crc32(repr(settings).encode()), shared)
         # Before a change is followed, which is an exchange: other ranks may not have this change.
-        same_callbacks = alike or check_same_on_all_ranks(settings)
+        of_ranks = HooksOfRanks.of(self._run.loop.callbacks) if alike else check_same_on_all_ranks(settings)
         if (2 in changed) and min(changed) < 2:
             raise ConfigurationError(
                 f"rank {changed.index(2)} has replaced, added or removed parameters of the model, the criterion or the "
@@ -147,7 +148,7 @@ class Gradients:
             )
         if any(changed):
             self._follow(self.trained)
-        return same_callbacks
+        return of_ranks
 
     def follow_at_step_begin(self) -> None:
         """Follow what has changed within an epoch. In modes with ranks, wait until the others have the same change."""

@@ -245,7 +245,7 @@ class Training(Run):
             self.take_data()
             mine = requested_settings(self, gather=self._job.gather, resume=resume) if self.parallel else {}
         if self.parallel:
-            self._same_callbacks = check_same_on_all_ranks(mine)
+            self.of_ranks = check_same_on_all_ranks(mine)
             by_itself = loop.run_config.here is not None or loop.num_nodes > 1  # each script has created the model
             if by_itself and not loop.global_step:
                 warn_of_unlike_tensors(loop)
@@ -414,7 +414,7 @@ class Training(Run):
                 self._changes.warn_of_ranks()
             loop.history.end_row()
             self.finished = True
-            for saver in self.savers if has_work_at_end(loop) else ():
+            for saver in self.savers if has_work_at_end(loop, self.of_ranks) else ():
                 saver.save_finished()
             self._share_attributes()
             return
@@ -441,7 +441,7 @@ class Training(Run):
     def _share_attributes(self) -> None:
         """Send the attributes that callbacks share from rank 0's copies to all ranks' copies."""
         sharing = [callback for callback in self.loop.callbacks if callback.shared]
-        if not self.parallel or not sharing:
+        if not self.parallel or not self.of_ranks.shared:
             return
         entries = [{**identity_of(one), "state": {name: getattr(one, name) for name in one.shared}} for one in sharing]
         # As with checkpoints: several may have one name, and a launcher's ranks may have different callbacks.
@@ -506,7 +506,7 @@ class Training(Run):
         of_datasets = {name: one.get_state() for name, one in generators.items()}
         self.take_data(loop.epoch)
         settings = requested_settings(self, gather=self._job.gather, resume=None) if self.parallel else {}
-        self._same_callbacks = self.gradients.follow_at_epoch_begin(settings)
+        self.of_ranks = self.gradients.follow_at_epoch_begin(settings)
         self._checks_backward = self.gradients.combines
         modules = trained_modules(loop.model, loop.criterion)
         parts = [part for module in modules for part in module.modules()]
