@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Subset, default_collate, default_convert
 
-from trainloop._support.nested import map_parts, parts_of
+from trainloop._support.nested import map_parts, own_attributes, parts_of
 from trainloop._support.user_line import warn
 from trainloop.errors import TrainLoopError
 
@@ -50,7 +50,7 @@ def _unseen_parts(batch: Any, seen: dict[int, Any]) -> Iterable[Any]:
         return ()
     seen[id(batch)] = batch  # objects may refer to each other
     parts = parts_of(batch)
-    return getattr(batch, "__dict__", {}).values() if parts is None else parts
+    return own_attributes(batch).values() if parts is None else parts
 
 
 def _shape(value: Any) -> tuple[Any, ...] | None:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop._support.carried import names_of
+from trainloop._support.nested import leaves_of
 from trainloop._support.rng import as_generator
 from trainloop._support.user_line import described_names, warn_or_print
 from trainloop.callbacks.base import AbstractCallback
@@ -165,8 +166,9 @@ class Beside:
                 self._add_attributes(path, part, without=without, only_lost=saves)
                 for hook in forward_hooks_of(part):
                     self._add_attributes(f"{path}.{type(hook).__name__}".lstrip("."), hook)
-        if not isinstance(loop.criterion, nn.Module):
-            self._add_attributes("criterion", loop.criterion)
+        for path, part in leaves_of(loop.criterion, "criterion"):
+            if not isinstance(part, nn.Module):
+                self._add_attributes(path, part)
 
     def _add_others(self, loop: LoopState) -> None:
         settings = {name: getattr(loop, name) for name in _SETTINGS}
