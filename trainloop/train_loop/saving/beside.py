@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop._support.carried import names_of
+from trainloop._support.keywords import name_of
 from trainloop._support.nested import leaves_of
 from trainloop._support.rng import as_generator
 from trainloop._support.user_line import described_names, warn_or_print
@@ -173,7 +174,7 @@ class Beside:
     def _add_others(self, loop: LoopState) -> None:
         settings = {name: getattr(loop, name) for name in _SETTINGS}
         # Without its module, since __main__ has another name in ranks.
-        criterion = getattr(loop.criterion, "__name__", type(loop.criterion).__name__)
+        criterion = name_of(loop.criterion)
         for name, value in {**settings, "criterion": criterion, **added_attributes(loop)}.items():
             self._add(f"tl.{name}", value)
         for i, optimizer in enumerate(optimizers := optimizers_of(loop.optimizer)):
