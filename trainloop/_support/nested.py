@@ -219,8 +219,12 @@ def items_of(container: Any) -> dict[Any, Any]:
     """
     if isinstance(container, SimpleNamespace):
         return dict(vars(container))
+    # A subclass may have no length, such as e3nn's Irreps.
+    kind: Any = next((kind for kind in (list, tuple, deque, dict) if isinstance(container, kind)), None)
+    if kind is not None and kind.__len__(container) > _MOST:
+        return {}
     parts = list(container) if isinstance(container, deque) else parts_of(container)
-    if not parts or len(parts) > _MOST:
+    if not parts:
         return {}
     if isinstance(container, Mapping):
         return dict(zip(keys_of(container), parts, strict=True))
