@@ -600,7 +600,9 @@ def test_dp_refuses_the_result_of_torch_compile_and_accepts_a_module_compiled_in
     torch.testing.assert_close(TTDataParallel(blocks, devices=2)(x), blocks(x))
 
 
-@pytest.mark.parametrize("values", [(torch.tensor(1.5), torch.tensor(2)), (1, float("nan")), ("a", "b")], ids=repr)
+@pytest.mark.parametrize(
+    "values", [(torch.tensor(1.5), torch.tensor(2)), (1, float("nan")), ("a", "b"), ({1}, {2})], ids=repr
+)
 def test_parts_that_predict_other_values_without_rows_are_an_error(values: tuple[Any, Any]) -> None:
     given = [(t(2), t(2), {"loss": value}) for value in values]
     with pytest.raises(ConfigurationError, match=r"without rows for a part of a batch, and .* for another"):
