@@ -21,7 +21,7 @@ from trainloop._support.reduction import attach_divisor, divisor_of
 from trainloop.devices import shown
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
-from trainloop.optim.losses import check_weight
+from trainloop.optim.losses import check_weight, plain_number
 from trainloop.parallel.replicas.scatter import is_structure
 
 
@@ -62,11 +62,20 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool | C
             return combine_losses([loss[0] for loss in losses], sizes, summed), None
         for weight in weights:
             check_weight(weight)
+        weights = list(map(_summable, weights))
         total = sum(weights[1:], weights[0])
         return _mean_loss([loss[0] for loss in losses], weights, total), total
     if summed is True:
         return _mean_loss(losses, [1] * len(losses), 1)
     return _mean_loss(losses, sizes, sum(sizes), over_samples=True, summed=summed or ())
+
+
+def _summable(weight: Any) -> Any:
+    """Return a weight in a dtype in which sums don't overflow: two bools would add up to True."""
+    if not isinstance(weight, Tensor):
+        return plain_number(weight)
+    small = weight.element_size() < 4
+    return weight.to(torch.float32 if weight.is_floating_point() else torch.int64) if small else weight
 
 
 def _mean_loss(
