@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import warnings
+from collections import UserDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,12 @@ class Several(BatchSampler):
         return 11
 
 
+class InOtherContainers(Several):
+    def __init__(self) -> None:
+        super().__init__()
+        self.samplers, self.draws = deque(self.samplers), UserDict(self.draws)  # type: ignore[assignment]
+
+
 class Mixed:
     """A loader of the user's own, which mixes the batches of two loaders by a generator of its own."""
 
@@ -208,6 +215,7 @@ LOADERS: dict[str, Any] = {
     "weighted": lambda data: DataLoader(data, 10, sampler=WeightedRandomSampler(torch.arange(1.0, 102.0), 101)),
     "batch sampler": lambda data: DataLoader(data, batch_sampler=Shuffled()),
     "a batch sampler's lists": lambda data: DataLoader(data, batch_sampler=Several()),
+    "a batch sampler's other containers": lambda data: DataLoader(data, batch_sampler=InOtherContainers()),
     "loaders within a loader": Mixed,
     "stream": lambda data: DataLoader(Stream(), 10),
     "stream that goes on": lambda data: DataLoader(OnAndOn(), 10),

@@ -143,7 +143,8 @@ class Beside:
 
     def _add(self, path: str, value: Any, kind: Any = None) -> None:
         with suppress(Exception):  # of whatever methods the value's class has
-            if self._of_rank and (as_generator(value) is not None or _is_iterator(value)):  # ranks draw other numbers
+            inside = [one for _, one in leaves_of(value, "")] if self._of_rank else []
+            if any(as_generator(one) is not None or _is_iterator(one) for one in inside):  # ranks draw other numbers
                 return
             checksum = _checksum(value)
             if checksum is not None:
@@ -271,7 +272,7 @@ class Beside:
         seen.add(id(part))
         if isinstance(part, (list, tuple, dict, *_FUNCTIONS)):
             inside = entries_of(part)
-            held = [one for one in inside.values() if as_generator(one) is not None]
+            held = [one for one in inside.values() if as_generator(one) is not None and id(one) not in seen]
             if held:
                 self._add(path, held, "data")
                 self._data.add(path)
