@@ -142,9 +142,11 @@ class DeclaredReductions:
 
 
 def _all_entries(criterion: Any) -> list[Any]:
-    """Return what a criterion that is no module consists of."""
-    found = [one for _, one in leaves_of(criterion, "")]
-    return [] if len(found) == 1 and found[0] is criterion else found
+    """Return the entries of a dict or a list of criteria, and of those in it; empty for any other object, for speed."""
+    if not isinstance(criterion, (Mapping, list, tuple)):
+        return []
+    entries = criterion.values() if isinstance(criterion, Mapping) else criterion
+    return [part for entry in entries for part in _all_entries(entry) or [entry]]
 
 
 @contextmanager
