@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-from trainloop._support.nested import entries_of
+from trainloop._support.nested import entries_of, leaves_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import MultiOptimizer, optimizers_of, parameters_of
 
@@ -40,6 +40,12 @@ def criterion_modules(criterion: Any) -> list[nn.Module]:
     """Return the modules of a criterion: itself, or one of the modules in its entries."""
     whole = criterion_module(criterion)
     return [] if whole is None else [whole]
+
+
+def modules_beside(model: nn.Module, criterion: Any) -> list[nn.Module]:
+    """Return the modules of a criterion that are no parts of the model, to which a function may refer, too."""
+    of_model = set(map(id, model.modules()))
+    return [one for _, one in leaves_of(criterion, "") if isinstance(one, nn.Module) and id(one) not in of_model]
 
 
 def move_to(module: nn.Module, device: torch.device) -> None:
