@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trainloop._support.distribution import import_extra
+from trainloop._support.keywords import name_of
 from trainloop.errors import ConfigurationError
 
 __all__ = [
@@ -91,8 +92,7 @@ def evaluate_result_package(
     if all(callable(getattr(package, name, None)) for name in ("update", "compute", "reset")):
         return _evaluate_torchmetrics(package, y_pred, y_true)
     if callable(package) and not isinstance(package, type):
-        name = getattr(package, "__name__", type(package).__name__)
-        return _metric_values(package(y_pred, y_true, metadata), name)
+        return _metric_values(package(y_pred, y_true, metadata), name_of(package))
     hint = " It is a class: pass an instance." if isinstance(package, type) else ""
     raise ConfigurationError(
         f"{package!r} can't score predictions.{hint} Pass a function of (y_pred, y_true, metadata), the name of a "

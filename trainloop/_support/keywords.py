@@ -284,6 +284,25 @@ def why_not(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return ""
 
 
+def unwrapped(function: Any) -> Any:
+    """Return the function within partials; any other object unchanged."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function, also within partials; of another object that can be called, that of its class.
+
+    Examples
+    --------
+    >>> name_of(functools.partial(max, default=0)), name_of(object())
+    ('max', 'object')
+    """
+    inner = unwrapped(function)
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
 def keywords_of(kind: type) -> list[str]:
     """Return the keywords of a class, including keywords that it passes to its bases as ``**kwargs``."""
     known: dict[str, None] = {}

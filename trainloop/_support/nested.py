@@ -10,6 +10,9 @@ import copy
 import dataclasses
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from types import FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 _ARRAY = "__array__"
+_MOST = 1000  # items; a container with more is data
 
 
 def parts_of(value: Any) -> list[Any] | None:
@@ -186,6 +190,97 @@ def _of_type(kind: Any, content: Any) -> Any:
         return kind(content)
     except Exception:  # a type's constructor may require anything
         return content
+
+
+# -- what else an object consists of -----------------------------------------------------------------------------------
+
+
+def own_attributes(obj: object) -> dict[str, Any]:
+    """Return the attributes in an object's ``__dict__`` and in its slots."""
+    slots = {name: getattr(obj, name) for name in slot_names(type(obj)) if hasattr(obj, name)}
+    return {**slots, **getattr(obj, "__dict__", {})}
+
+
+def slot_names(kind: type) -> list[str]:
+    """Return the names of a class's slots; empty if the class has a ``__reduce__`` of its own, as paths have."""
+    if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
+        return []
+    with_slots = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [name for own in with_slots for name, v in own.items() if isinstance(v, MemberDescriptorType)]
+
+
+def items_of(container: Any) -> dict[Any, Any]:
+    """Return the items of a container of any kind, by name; empty for any other object.
+
+    Examples
+    --------
+    >>> items_of({"a": 1}), items_of(deque([2])), items_of(SimpleNamespace(b=3)), items_of("text")
+    ({'a': 1}, {0: 2}, {'b': 3}, {})
+    """
+    if isinstance(container, SimpleNamespace):
+        return dict(vars(container))
+    # A subclass may have no length, such as e3nn's Irreps.
+    kind: Any = next((kind for kind in (list, tuple, deque, dict) if isinstance(container, kind)), None)
+    if kind is not None and kind.__len__(container) > _MOST:
+        return {}
+    parts = list(container) if isinstance(container, deque) else parts_of(container)
+    if not parts:
+        return {}
+    if isinstance(container, Mapping):
+        return dict(zip(keys_of(container), parts, strict=True))
+    is_sequence = isinstance(container, (list, tuple, deque))
+    names = range(len(parts)) if is_sequence else [path.lstrip(".") for path in paths_of(container)]
+    return dict(zip(names, parts, strict=True))
+
+
+def entries_of(criterion: Any) -> dict[Any, Any]:
+    """Return what a criterion consists of, by name; empty for a module, and for another object with attributes.
+
+    A model that a function refers to is left out: it is trained as the model, not as a part of the criterion.
+
+    Examples
+    --------
+    >>> loss = torch.nn.L1Loss()
+    >>> list(entries_of({"a": loss})), list(entries_of(partial(loss, target=1))), list(entries_of(loss.forward))
+    (['a'], ['func', 'target'], ['self'])
+    """
+    if isinstance(criterion, (FunctionType, MethodType, partial)):
+        return {name: one for name, one in _referred(criterion).items() if not hasattr(one, "get_predictions")}
+    return items_of(criterion)
+
+
+def leaves_of(criterion: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the modules and other objects without :func:`entries_of` that a criterion consists of, each once, by path.
+
+    Examples
+    --------
+    >>> [path for path, _ in leaves_of({"a": abs, "b": [max, 0.5]}, "criterion")]
+    ['criterion[a]', 'criterion[b][0]', 'criterion[b][1]']
+    """
+    seen, left = set[int](), [(path, criterion)]
+    while left:
+        path, one = left.pop(0)
+        if id(one) not in seen:
+            seen.add(id(one))
+            entries = entries_of(one)
+            left = [(f"{path}[{name}]", part) for name, part in entries.items()] + left
+            if not entries:
+                yield path, one
+
+
+def _referred(function: Any) -> dict[Any, Any]:
+    if isinstance(function, MethodType):
+        return {"self": function.__self__}
+    if isinstance(function, partial):
+        return {"func": function.func, **dict(enumerate(function.args)), **function.keywords}
+    found = {**dict(enumerate(function.__defaults__ or ())), **(function.__kwdefaults__ or {})}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # the variable has no value yet
+            found[name] = cell.cell_contents
+    return found
+
+
+# -- arrays in checkpoints ---------------------------------------------------------------------------------------------
 
 
 def packed(state: Any) -> Any:

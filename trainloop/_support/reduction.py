@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.torch_version import TorchVersion
 
-from trainloop._support.nested import map_parts
+from trainloop._support.nested import entries_of, leaves_of, map_parts, own_attributes
+
+_MOST_PARTS = 1000  # of a criterion that is an object of the user's
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ def sum_rule(model: Any, criterion: Any) -> SumRule | None:
         Its ``loss_reduction``, 'sum' or 'mean', decides.
     criterion : object
         Without ``loss_reduction``, the criterion's ``reduction`` decides. If the criterion has none, the ``reduction``
-        of everything inside it decides: modules, entries of dicts and lists, keywords of ``functools.partial``.
+        of everything inside it decides: modules, :func:`~trainloop._support.nested.entries_of` containers and
+        functions, attributes of objects, keywords of ``functools.partial``.
 
     Examples
     --------
@@ -85,32 +89,42 @@ def sum_rule(model: Any, criterion: Any) -> SumRule | None:
 
 def declared_reductions(criterion: Any) -> Iterator[tuple[Any, str]]:
     """Yield each object in a criterion that declares a ``reduction``, and its value; None for a partial's keyword."""
-    own = getattr(criterion, "reduction", None)
-    if isinstance(own, str):
-        yield criterion, own
-        return
-    parts: Any = ()
-    if isinstance(criterion, nn.Module):
-        parts = criterion.children()
-    elif isinstance(criterion, Mapping):
-        parts = criterion.values()
-    elif isinstance(criterion, (list, tuple)):
-        parts = criterion
-    elif isinstance(criterion, functools.partial):
-        given = criterion.keywords.get("reduction")
-        if isinstance(given, str):
-            yield None, given
-            return
-        parts = (criterion.func,)
-    for part in parts:
-        yield from declared_reductions(part)
+    seen, left = set[int](), [criterion]
+    while left and len(seen) < _MOST_PARTS:
+        part = left.pop(0)
+        if id(part) in seen or isinstance(part, (type, ModuleType, Tensor)):
+            continue
+        seen.add(id(part))
+        own = _reduction_of(part)
+        keyword = part.keywords.get("reduction") if isinstance(part, functools.partial) else None
+        if isinstance(own, str):
+            yield part, own
+        elif isinstance(keyword, str):
+            yield None, keyword
+        elif isinstance(part, nn.Module):
+            left += part.children()
+        else:
+            left += entries_of(part).values() or _attributes_of(part)
+
+
+def _reduction_of(part: Any) -> Any:
+    try:
+        return getattr(part, "reduction", None)
+    except Exception:  # whatever a user's __getattr__ raises
+        return None
+
+
+def _attributes_of(part: Any) -> list[Any]:
+    """Return the attributes of an object that is no function; a model among them has a reduction of its own."""
+    values = {} if hasattr(part, "__code__") else own_attributes(part)
+    return [value for value in values.values() if not hasattr(value, "get_predictions")]
 
 
 class DeclaredReductions:
     """The reductions that a criterion declares, to notice changes in place: of the values, or of a dict's entries."""
 
     def __init__(self, criterion: Any) -> None:
-        self._criterion, self._entries = criterion, _entries_of(criterion)
+        self._criterion, self._entries = criterion, _all_entries(criterion)
         declared: list[tuple[Any, Any]] = [
             (one, value) for one, value in declared_reductions(criterion) if one is not None
         ]
@@ -121,18 +135,18 @@ class DeclaredReductions:
         for one, value in self._declared:
             if getattr(one, "reduction", None) != value:
                 return True
-        if self._entries is None:
+        if not self._entries:
             return False
-        now = _entries_of(self._criterion) or []
+        now = _all_entries(self._criterion)
         return len(now) != len(self._entries) or not all(map(operator.is_, now, self._entries))
 
 
-def _entries_of(criterion: Any) -> list[Any] | None:
-    """Return the entries of a dict or a list of criteria, and of those in it; None for any other object."""
+def _all_entries(criterion: Any) -> list[Any]:
+    """Return the entries of a dict or a list of criteria, and of those in it; empty for any other object, for speed."""
     if not isinstance(criterion, (Mapping, list, tuple)):
-        return None
+        return []
     entries = criterion.values() if isinstance(criterion, Mapping) else criterion
-    return [part for entry in entries for part in _entries_of(entry) or [entry]]
+    return [part for entry in entries for part in _all_entries(entry) or [entry]]
 
 
 @contextmanager
@@ -451,7 +465,7 @@ def has_class_criteria(*roots: Any) -> bool:
 
 
 def _class_modules(*roots: Any) -> Iterator[nn.Module]:
-    entries = [entry for root in roots for entry in _entries_of(root) or [root]]
+    entries = [entry for root in roots for _, entry in leaves_of(root, "")]
     for module in (module for entry in entries if isinstance(entry, nn.Module) for module in entry.modules()):
         # A subclass that overrides forward may divide by anything.
         is_known = getattr(type(module), "forward", None) in _FORWARDS

@@ -328,4 +328,6 @@ def as_generator(value: Any) -> Generator | None:
         return _OfPython(value)
     if isinstance(value, np.random.RandomState):
         return _OfOldNumpy(value)
+    if isinstance(value, np.random.BitGenerator):
+        value = np.random.Generator(value)  # with the same state
     return _OfNumpy(value) if isinstance(value, np.random.Generator) else None

@@ -22,9 +22,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from trainloop._support.nested import own_attributes, slot_names
 from trainloop._support.user_line import warn
 from trainloop._transfer.pickling import Fingerprint, contents_of_cell
-from trainloop._transfer.torch_objects import attributes_in, kept_state, optimizer_state, own_attributes, slot_names
+from trainloop._transfer.torch_objects import attributes_in, kept_state, optimizer_state
 
 _MOST_PARTS = 20_000
 _LONG = 1000  # items; a longer list is treated as data, and is sent as a whole

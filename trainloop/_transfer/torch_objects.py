@@ -21,6 +21,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from trainloop._support.nested import own_attributes
+
 _EVAL_FRAME = "torch._dynamo.eval_frame"
 
 
@@ -261,20 +263,6 @@ def kept_state(obj: object) -> Any:
         return get_state(obj)
     except Exception:  # whatever a user's __getstate__ raises: pickling itself will report it
         return None
-
-
-def own_attributes(obj: object) -> dict[str, Any]:
-    """Return the attributes in an object's ``__dict__`` and in its slots."""
-    slots = {name: getattr(obj, name) for name in slot_names(type(obj)) if hasattr(obj, name)}
-    return {**slots, **getattr(obj, "__dict__", {})}
-
-
-def slot_names(kind: type) -> list[str]:
-    """Return the names of a class's slots; empty if the class has a ``__reduce__`` of its own, as paths have."""
-    if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
-        return []
-    with_slots = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
-    return [name for own in with_slots for name, v in own.items() if isinstance(v, types.MemberDescriptorType)]
 
 
 def unparametrized_class(kind: type) -> type:

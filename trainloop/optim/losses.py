@@ -194,10 +194,16 @@ def _with_weight(name: str, loss: Any) -> Tensor:
             "result of a criterion, or (loss, weight), where weight is a number or a 0-d tensor, such as the number of "
             "boxes that the loss is a mean over."
         )
+    weight = plain_number(weight)
     if isinstance(weight, Tensor):
         check_weight(weight)
         weight = weight.item() if weight.is_cpu and not torch.compiler.is_compiling() else weight.detach().reshape(())
     return attach_divisor(loss if weight is None else weighed(loss, weight), weight)
+
+
+def plain_number(weight: Any) -> Any:
+    """Return a number of numpy as one of Python, whose products don't overflow; any other weight unchanged."""
+    return weight.item() if isinstance(weight, np.generic) else weight
 
 
 def weighed(loss: Any, weight: Any) -> Any:

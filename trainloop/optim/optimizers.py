@@ -11,7 +11,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainloop._support.nested import stored_items
+from trainloop._support.nested import items_of
 from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 
@@ -159,17 +159,22 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
     found: dict[str, Optimizer] = {}
     seen = {id(optimizer)}
 
-    def walk(outer: Optimizer, path: str) -> None:
-        for name, value in vars(outer).items():
-            parts = stored_items(value) if isinstance(value, (list, tuple)) or type(value) is dict else [value]
-            for i, part in enumerate(parts):
-                if isinstance(part, Optimizer) and id(part) not in seen:
-                    seen.add(id(part))
-                    own = f"{path}{name}" if part is value else f"{path}{name}.{i}"
-                    found[own] = part
-                    walk(part, f"{own}.")
+    def walk(value: Any, path: str) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            found[path] = value
+            walk_attributes(value, f"{path}.")
+        for i, part in enumerate(items_of(value).values()):
+            walk(part, f"{path}.{i}")
 
-    walk(optimizer, "")
+    def walk_attributes(outer: Optimizer, path: str) -> None:
+        for name, value in vars(outer).items():
+            if name not in ("state", "param_groups"):  # of parameters, and large
+                walk(value, f"{path}{name}")
+
+    walk_attributes(optimizer, "")
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,35 +14,38 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from trainloop._support.nested import entries_of, leaves_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import MultiOptimizer, optimizers_of, parameters_of
 
 
-def criterion_module(criterion: Any) -> nn.Module | None:
-    """Return a criterion as one module: itself, or a module of all modules in its dicts and lists, by their keys.
+def criterion_module(criterion: Any, within: tuple[Any, ...] = ()) -> nn.Module | None:
+    """Return a criterion as one module: itself, or a module of all modules in its entries, by their names.
 
-    ``None`` if it contains no modules.
+    ``None`` if it contains no modules. ``within``: the criteria that contain this one; a function may refer to itself.
     """
     if isinstance(criterion, nn.Module):
         return criterion
-    entries: Iterable[tuple[Any, Any]] = ()
-    if isinstance(criterion, Mapping):
-        entries = criterion.items()
-    elif isinstance(criterion, (list, tuple)):
-        entries = enumerate(criterion)
     whole = nn.Module()
-    for key, part in entries:
-        module = criterion_module(part)
-        if module is not None:
-            # With brackets, it is no name of nn.Module's own. Not add_module, which note_registrations() would note.
-            whole._modules[f"[{key}]".replace(".", "_")] = module
+    if all(criterion is not outer for outer in within):
+        for name, part in entries_of(criterion).items():
+            module = criterion_module(part, (*within, criterion))
+            if module is not None:
+                # With brackets, it is no name of nn.Module's own. add_module would be noted by note_registrations().
+                whole._modules[f"[{name}]".replace(".", "_")] = module
     return whole if whole._modules else None
 
 
 def criterion_modules(criterion: Any) -> list[nn.Module]:
-    """Return the modules of a criterion: itself, or the modules in its dicts and lists."""
+    """Return the modules of a criterion: itself, or one of the modules in its entries."""
     whole = criterion_module(criterion)
     return [] if whole is None else [whole]
+
+
+def modules_beside(model: nn.Module, criterion: Any) -> list[nn.Module]:
+    """Return the modules of a criterion that are no parts of the model, to which a function may refer, too."""
+    of_model = set(map(id, model.modules()))
+    return [one for _, one in leaves_of(criterion, "") if isinstance(one, nn.Module) and id(one) not in of_model]
 
 
 def move_to(module: nn.Module, device: torch.device) -> None:

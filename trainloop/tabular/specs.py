@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from trainloop._support.distribution import pip_install
-from trainloop._support.keywords import nearest
+from trainloop._support.keywords import name_of, nearest, unwrapped
 from trainloop.devices import is_bool
 from trainloop.errors import ConfigurationError
 from trainloop.extending import warn
@@ -369,9 +369,9 @@ def _model_of(key: Any) -> _Model:
             f"hyperparameters has the unknown model {key!r}. Use one of {', '.join(MODELS)}, an estimator's class, or "
             "a function or class that makes a TTModel."
         )
-    name = getattr(key, "__name__", type(key).__name__)
+    name, kind = name_of(key), unwrapped(key)
     known = _parameters(key)
-    if hasattr(key, "fit") and hasattr(key, "predict") and not (isinstance(key, type) and issubclass(key, TTModel)):
+    if hasattr(kind, "fit") and hasattr(kind, "predict") and not (isinstance(kind, type) and issubclass(kind, TTModel)):
         return _Model(name, partial(Estimator, make=key), settings=lambda _problem: known)
     known = known and known | set(NeuralAdapter.defaults)
     return _Model(name, partial(OwnNetwork, make=key), gpu="always", settings=lambda _problem: known)
@@ -385,7 +385,7 @@ def _check_names(key: Any, settings: Mapping[str, Any], known: set[str] | None, 
         if name not in known:
             close = nearest(str(name), sorted(known))
             meant = f" (did you mean {close!r}?)" if close else ""
-            shown = repr(key) if isinstance(key, str) else getattr(key, "__name__", repr(key))
+            shown = repr(key) if isinstance(key, str) else name_of(key)
             raise ConfigurationError(
                 f"hyperparameters[{shown}] has the setting {name!r}{meant}, but for a {problem} problem, the settings "
                 f"of this model are {', '.join(sorted(known))}."

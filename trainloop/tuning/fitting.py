@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Subset
 
+from trainloop._support.keywords import name_of, unwrapped
 from trainloop.errors import ConfigurationError
 from trainloop.extending import import_extra
 from trainloop.train_loop.loop import TrainLoop
@@ -160,14 +161,13 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
 
 
 def _score(metric: Callable[..., Any], truth: Any, predictions: Any, classes: list[Any] | None = None) -> float:
-    takes_classes = classes is not None and getattr(metric, "takes_classes", False)
+    takes_classes = classes is not None and getattr(unwrapped(metric), "takes_classes", False)
     value = metric(truth, predictions, classes=classes) if takes_classes else metric(truth, predictions)
     try:
         return float(value)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"metric {getattr(metric, '__name__', metric)!s}(y_true, y_pred) returned {value!r:.100}, but must return "
-            "a single number."
+            f"metric {name_of(metric)}(y_true, y_pred) returned {value!r:.100}, but must return a single number."
         ) from error
 
 

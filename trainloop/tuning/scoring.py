@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from trainloop._support.distribution import pip_install
+from trainloop._support.keywords import name_of, unwrapped
 from trainloop.errors import ConfigurationError
 from trainloop.extending import lower_is_better, warn
 
@@ -126,9 +127,9 @@ def scorer(metric: str | Callable[[Any, Any], float], name: str | None = None) -
     0.6666666666666666
     """
     if callable(metric):
-        own_name: str = getattr(metric, "__name__", type(metric).__name__)
+        own_name = name_of(metric)
         if lower_is_better(own_name):
-            if getattr(metric, "__module__", "").startswith("sklearn."):
+            if getattr(unwrapped(metric), "__module__", "").startswith("sklearn."):
                 raise ConfigurationError(
                     f"scorer: metric={own_name}: lower is better, but the greatest score counts as the best. Pass the "
                     "name of a scorer, such as 'neg_mean_squared_error' or 'neg_log_loss', or a function that returns "

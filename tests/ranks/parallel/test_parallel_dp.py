@@ -175,6 +175,16 @@ def test_integer_weights_divide_in_the_precision_of_the_loss() -> None:
     assert (loss.item(), weight) == (1 / 3 + 2 * (2 / 3), None)
 
 
+@pytest.mark.parametrize(
+    "weight",
+    [np.bool_(True), np.uint8(200), np.float16(40000), torch.tensor(True), torch.tensor(200, dtype=torch.uint8)],
+    ids=lambda weight: f"{type(weight).__name__} {weight.dtype}",
+)
+def test_weights_of_small_dtypes_are_added_without_overflow(weight: Any) -> None:
+    loss, total = combine_losses([(torch.tensor(1.0), weight), (torch.tensor(3.0), weight)], [2, 2])
+    assert (loss.item(), float(total)) == (2.0, 2 * float(weight))
+
+
 def test_multi_losses_combine_by_name() -> None:
     one, two = (MultiLoss({"a": torch.tensor(a), "b": torch.tensor(8.0)}, {"a": 1, "b": 0}, False) for a in (1.0, 4.0))
     combined = combine_losses([one, two], [2, 1])
@@ -600,7 +610,9 @@ def test_dp_refuses_the_result_of_torch_compile_and_accepts_a_module_compiled_in
     torch.testing.assert_close(TTDataParallel(blocks, devices=2)(x), blocks(x))
 
 
-@pytest.mark.parametrize("values", [(torch.tensor(1.5), torch.tensor(2)), (1, float("nan")), ("a", "b")], ids=repr)
+@pytest.mark.parametrize(
+    "values", [(torch.tensor(1.5), torch.tensor(2)), (1, float("nan")), ("a", "b"), ({1}, {2})], ids=repr
+)
 def test_parts_that_predict_other_values_without_rows_are_an_error(values: tuple[Any, Any]) -> None:
     given = [(t(2), t(2), {"loss": value}) for value in values]
     with pytest.raises(ConfigurationError, match=r"without rows for a part of a batch, and .* for another"):

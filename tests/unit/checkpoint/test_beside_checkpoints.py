@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import random
@@ -213,6 +214,9 @@ class Draws(Dataset[Any]):
         self.kind, self.images, self.reads = kind, torch.rand(100, 10, 10), 0
         self.of_torch, self._of_numpy, self.of_python = torch.Generator(), np.random.default_rng(0), random.Random(0)
         self.transforms = [Normalises()]
+        first, second, third = (np.random.default_rng(i) for i in range(3))
+        self.bits, self.several, self.by_name = np.random.PCG64(0), [random.Random(0)], {"own": first}
+        self.partial, self.closure = functools.partial(np.random.Generator.random, second), lambda: third.random()
 
     def __len__(self) -> int:
         return 8
@@ -228,10 +232,22 @@ class Draws(Dataset[Any]):
             return self.transforms[0](x)
         if self.kind == "of_torch":
             return x + torch.rand(1, generator=self.of_torch)
-        return x + {"_of_numpy": self._of_numpy.random, "of_python": self.of_python.random}.get(self.kind, float)()
+        draws: dict[str, Callable[[], float]] = {
+            "_of_numpy": self._of_numpy.random,
+            "of_python": self.of_python.random,
+            "bits": lambda: self.bits.random_raw() % 7,
+            "several": self.several[0].random,
+            "by_name": self.by_name["own"].random,
+            "partial": self.partial,
+            "closure": self.closure,
+        }
+        return x + draws.get(self.kind, float)()
 
 
-@pytest.mark.parametrize("kind", ["none", "of_torch", "_of_numpy", "of_python", "transforms[0].mean"])
+OWN_GENERATORS = ["of_torch", "_of_numpy", "of_python", "bits", "several", "by_name", "partial", "closure"]
+
+
+@pytest.mark.parametrize("kind", ["none", *OWN_GENERATORS, "transforms[0].mean"])
 def test_state_of_a_dataset_that_reading_changes_is_named_once(tmp_path: Path, kind: str) -> None:
     rows = Draws(kind)
     loop = make_loop(validation=False)

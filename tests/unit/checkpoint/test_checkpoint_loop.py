@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
 import random
 import signal
 import warnings
+from collections import UserDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,12 @@ class Several(BatchSampler):
         return 11
 
 
+class InOtherContainers(Several):
+    def __init__(self) -> None:
+        super().__init__()
+        self.samplers, self.draws = deque(self.samplers), UserDict(self.draws)  # type: ignore[assignment]
+
+
 class Mixed:
     """A loader of the user's own, which mixes the batches of two loaders by a generator of its own."""
 
@@ -207,6 +215,7 @@ LOADERS: dict[str, Any] = {
     "weighted": lambda data: DataLoader(data, 10, sampler=WeightedRandomSampler(torch.arange(1.0, 102.0), 101)),
     "batch sampler": lambda data: DataLoader(data, batch_sampler=Shuffled()),
     "a batch sampler's lists": lambda data: DataLoader(data, batch_sampler=Several()),
+    "a batch sampler's other containers": lambda data: DataLoader(data, batch_sampler=InOtherContainers()),
     "loaders within a loader": Mixed,
     "stream": lambda data: DataLoader(Stream(), 10),
     "stream that goes on": lambda data: DataLoader(OnAndOn(), 10),
@@ -359,6 +368,40 @@ def test_generators_of_a_criterions_parts_resume(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="callbacks not in this fit"):
         again.fit(num_epochs=2, resume_from=middle)
     assert again.history["loss"] == whole.history["loss"]
+
+
+class Moving(nn.CrossEntropyLoss):
+    """A criterion with a parameter and a buffer, which each call in training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, y_pred: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(self.scale * y_pred, y)
+        if self.training:
+            self.mean.lerp_(loss.detach(), 0.5)
+        return loss + self.mean
+
+
+@pytest.mark.parametrize(
+    "around",
+    [functools.partial, lambda part: part.forward, lambda part: lambda *args: part(*args)],
+    ids=["partial", "method", "closure"],
+)
+def test_a_criterion_in_a_function_is_part_of_the_training(tmp_path: Path, around: Any) -> None:
+    def make(around: Any) -> tuple[TrainLoop, Moving]:
+        part, loader = Moving(), DataLoader(make_data(), batch_size=25)
+        options = {"validation_loader": loader, "end_auto_eval": True, "criterion": around(part)}
+        return make_loop(loader, optimizer=lambda p, lr: torch.optim.SGD([*p, part.scale], lr), **options), part
+
+    (plain, of_plain), (first, _), (resumed, own) = make(lambda part: part), make(around), make(around)
+    plain.fit(num_epochs=2)
+    first.fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path)])
+    resumed.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
+    assert same(own.state_dict(), of_plain.state_dict())
+    assert resumed.history.to_dict() == plain.history.to_dict()
 
 
 @pytest.mark.long

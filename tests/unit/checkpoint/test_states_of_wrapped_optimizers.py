@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +85,18 @@ class ChainedWithState(Chained):
         self._take_groups()
 
 
+class ChainedByName(Chained):
+    """Has its optimizers by name, in an attribute of any class."""
+
+    @property
+    def parts(self) -> Any:
+        return self._named.optimizers.values()
+
+    @parts.setter
+    def parts(self, parts: list[optim.Optimizer]) -> None:
+        self._named = SimpleNamespace(optimizers=UserDict({"matrices": parts[0], "vectors": parts[1]}))
+
+
 class Counted(optim.SGD):
     """Has an entry in its state that belongs to no parameter, and contains tensors, as in TRAC."""
 
@@ -123,7 +137,7 @@ def fit(made: Callable[[nn.Module], optim.Optimizer], *callbacks: AbstractCallba
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("made", [Lookahead, Chained, ChainedWithState, Counted])
+@pytest.mark.parametrize("made", [Lookahead, Chained, ChainedWithState, ChainedByName, Counted])
 @pytest.mark.parametrize("step", [3, 6])
 def test_a_run_resumes_to_the_bit(made: Callable[[nn.Module], optim.Optimizer], step: int, tmp_path: Path) -> None:
     uninterrupted = fit(made)

@@ -31,6 +31,18 @@ class Slotted:
     x: torch.Tensor
 
 
+class Slots:
+    """As of attrs' define."""
+
+    __slots__ = ("mask", "x")
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.mask = x, None
+
+    def to(self, device: torch.device) -> Slots:
+        return Slots(self.x.to(device))
+
+
 def nested(layout: torch.layout) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(5), torch.ones(3)], layout=layout)
 
@@ -38,6 +50,7 @@ def nested(layout: torch.layout) -> torch.Tensor:
 BATCHES: dict[str, tuple[Any, int]] = {
     "dataclass": (Record(["a", "b"], torch.ones(2, 3)), 2),
     "dataclass with slots": (Slotted(None, torch.ones(4, 3)), 4),
+    "class with slots": (Slots(torch.ones(7, 3)), 7),
     "UserDict, as BatchEncoding": (UserDict(input_ids=torch.ones(3, 7), labels=None), 3),
     "named tuple with None": (Pair(None, torch.ones(5)), 5),
     "jagged": ({"x": nested(torch.jagged), "y": torch.ones(3)}, 3),

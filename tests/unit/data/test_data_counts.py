@@ -389,6 +389,8 @@ def test_batches_without_a_plan() -> None:
         list(TrainFeed([(torch.ones(7, 4), torch.ones(4))]).steps(1))  # time first
     with pytest.warns(UserWarning, match="because a list of parts of one shape may be columns, .* taken to be 4"):
         list(TrainFeed([[torch.ones(4, 7), torch.ones(4, 7)]]).steps(1))  # tokens, and the next ones
+    with pytest.warns(UserWarning, match="because it is an iterator, .* let collate_fn return a tuple"):
+        list(TrainFeed([zip(torch.ones(4, 7), torch.ones(4))]).steps(1))
 
 
 def test_nested_tensors_are_counted(recwarn: pytest.WarningsRecorder) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit.loader_kinds import (
@@ -225,12 +226,13 @@ class OwnDistributed(Sampler[int]):
         return range(self.rank, ROWS, getattr(self, "num_replicas", None) or self.world_size)
 
 
+@pytest.mark.parametrize("kind", [int, np.int64])
 @pytest.mark.parametrize("name", ["num_replicas", "world_size"])
-def test_a_sampler_that_says_its_ranks_is_not_split_again(name: str) -> None:
+def test_a_sampler_that_says_its_ranks_is_not_split_again(name: str, kind: Any) -> None:
     dataset = Rows()
 
     def loader(ranks: int) -> Any:
-        return DataLoader(dataset, 4, sampler=OwnDistributed(**{name: ranks}))
+        return DataLoader(dataset, 4, sampler=OwnDistributed(**{name: kind(ranks)}))
 
     for feeds in (
         [EvalFeed(loader(2), rank=rank, world_size=2, seed=SEED) for rank in range(2)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from functools import partial
 from typing import Any
@@ -245,6 +246,13 @@ def test_a_model_that_diverges_scores_nan_and_trains_on() -> None:
     found = evaluate_result_package(rp.regression, scores, [0.0, 1.0, 2.0])
     assert all(np.isnan(value) for value in found.values())
     assert np.isnan(rp.accuracy([], []))
+
+
+def test_a_partial_has_the_name_of_its_function() -> None:
+    def errors(y_pred: Any, y_true: Any, metadata: Any, most: float) -> float:
+        return min(rp.mae(y_pred, y_true), most)
+
+    assert evaluate_result_package(functools.partial(errors, most=0.25), [0, 1], [1, 1]) == {"errors": 0.25}
 
 
 def test_two_metrics_of_one_name_are_one_only_if_they_are_equal() -> None:

@@ -40,6 +40,17 @@ class Bag:
         self.x = x
 
 
+class Slots:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Names(list[Any]):
+    pass
+
+
 N = 13
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(N, 3, generator=GENERATOR, dtype=torch.float64)
@@ -122,6 +133,17 @@ KINDS = {
         lambda s: (Bag(torch.stack([x for x, _ in s])), torch.stack([y for _, y in s])),
         lambda b: rows_of(b[0].x, b[1]),
         ALL,
+    ),
+    "an object with slots beside a tensor": Kind(
+        list(zip(X, Y, strict=True)),
+        lambda s: (Slots(torch.stack([x for x, _ in s])), torch.stack([y for _, y in s])),
+        lambda b: rows_of(b[0].x, b[1]),
+        ALL,
+    ),
+    "names in a list of another class": Kind(
+        [(x, str(i), y) for i, (x, y) in enumerate(zip(X, Y, strict=True))],
+        lambda s: {"x": torch.stack([x for x, *_ in s]), "y": [y for *_, y in s], "names": Names(k for _, k, _ in s)},
+        lambda b: [(x + float(k), y) for (x, y), k in zip(rows_of(b["x"], b["y"]), b["names"], strict=True)],
     ),
     "a sparse tensor": Kind(
         list(zip(X, Y, strict=True)),

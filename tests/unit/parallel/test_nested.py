@@ -22,7 +22,7 @@ from trainloop.data import SplitBatches, count_samples, move_to
 from trainloop.model import TTBasicModel
 from trainloop.parallel.replicas.gather import combine_predictions, gather
 from trainloop.parallel.replicas.scatter import scatter
-from trainloop.train_loop.run.rows import join_rows, on_cpu
+from trainloop.train_loop.run.rows import join_rows, on_cpu, rows_at
 
 Pair = namedtuple("Pair", "x y")
 
@@ -217,6 +217,23 @@ def test_predictions_in_odd_containers_are_joined() -> None:
         assert type(joined) is Pair
         assert joined.x.tolist() == [1, 1, 0]
         assert joined.y == ["a", "b", "c"]
+
+
+@dataclass
+class Meta:
+    names: list[str]
+    scores: Tensor
+
+
+def test_metadata_in_dataclasses_and_read_only_mappings_are_joined_and_put_in_order() -> None:
+    halves = [Meta(["a", "b"], torch.ones(2)), Meta(["c"], torch.zeros(1))]
+    for joined in (join_rows(halves), combine_predictions(halves, [2, 1])):
+        assert (type(joined), joined.names, joined.scores.tolist()) == (Meta, ["a", "b", "c"], [1, 1, 0])
+        in_order = rows_at(joined, [2, 0, 1], 3)
+        assert (in_order.names, in_order.scores.tolist()) == (["c", "a", "b"], [0, 1, 1])
+    views = [MappingProxyType(vars(half)) for half in halves]
+    assert combine_predictions(views, [2, 1])["names"] == ["a", "b", "c"]
+    assert join_rows([Meta, Meta]) == [Meta, Meta]
 
 
 def test_basic_model_moves_inputs_in_mappings() -> None:

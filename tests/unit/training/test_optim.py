@@ -18,6 +18,7 @@ from trainloop._support.reduction import divisor_of
 from trainloop.errors import ConfigurationError
 from trainloop.optim.losses import split_yielded
 from trainloop.optim.optimizers import drop_gradients, optimizers_of, parameters_of
+from trainloop.optim.parameters import modules_beside
 from trainloop.train_loop.run.losses import read_loss
 
 
@@ -366,3 +367,13 @@ def test_a_weight_for_all_losses_excludes_weights_of_losses() -> None:
     assert read.shown(5)[1] == {"a": 3, "b": 5}
     with pytest.raises(ConfigurationError, match=r"returned \(MultiLoss, weight\), but .* weights for a\."):
         read_loss((both, 4), 5)
+
+
+def test_what_a_criterion_refers_to_of_the_model_is_not_moved_with_the_criterion() -> None:
+    model, loss = nn.Sequential(nn.Linear(2, 2, device="meta")), nn.MSELoss()
+
+    def penalized(x: Any, y: Any) -> Any:
+        return loss(x, y) + model[0].weight.square().sum()
+
+    assert modules_beside(nn.Sequential(model), penalized) == [loss]
+    assert modules_beside(nn.Sequential(model), {"a": penalized, "b": model[0].forward}) == [loss]

@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import re
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,6 +223,28 @@ class Nested(nn.Module):
         self.parts = nn.ModuleList(nn.MSELoss(reduction=reduction) for reduction in reductions)
 
 
+@dataclass
+class Weighted:
+    loss: nn.Module
+    weight: float = 0.5
+
+    def __call__(self, *args: Tensor) -> Any:
+        return self.weight * self.loss(*args)
+
+
+# A criterion may also be any of these around a module.
+AROUND: list[Callable[[nn.Module], Any]] = [
+    lambda loss: deque([loss]),
+    lambda loss: Weighted(loss),
+    lambda loss: SimpleNamespace(main=loss),
+    lambda loss: functools.partial(F.mse_loss, loss=loss),
+    lambda loss: loss.forward,
+    lambda loss: Weighted(loss).__call__,
+    lambda loss: lambda *args: loss(*args),
+    lambda loss: type("Own", (), {"__init__": lambda own: setattr(own, "parts", {"main": loss})})(),
+]
+
+
 def declaring(reduction: str | None) -> Any:
     model = VAE()
     model.loss_reduction = reduction
@@ -240,6 +266,10 @@ def declaring(reduction: str | None) -> Any:
         (None, Nested("sum", "mean"), False),
         (None, Nested(), False),
         (None, {"a": nn.L1Loss(reduction="sum"), "b": [nn.MSELoss(reduction="sum")]}, True),
+        *((None, around(nn.MSELoss(reduction="sum")), True) for around in AROUND),
+        *((None, around(nn.MSELoss()), False) for around in AROUND),
+        (None, deque([nn.L1Loss(reduction="sum"), nn.L1Loss()]), False),
+        (None, VAE().get_loss, False),
         (declaring("mean"), nn.MSELoss(reduction="sum"), False),
         (declaring("sum"), nn.MSELoss(), True),
         (declaring(None), nn.MSELoss(reduction="sum"), True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import math
@@ -1023,6 +1024,10 @@ def test_out_of_fold_classes_are_not_cut_to_the_length_of_the_first_fold(tmp_pat
     assert sorted(whole.tolist()) == ["a", "b", "b", "longer"]
 
 
+def accuracy(truth: Any, predicted: Any, *, adjusted: bool) -> float:
+    return 0.0
+
+
 class Distance:
     """A metric with scikit-learn's attribute for the direction, as those of other libraries have it."""
 
@@ -1045,6 +1050,8 @@ class Distance:
         ("weight", "max", "max"),
         ("val_pearson", "auto", "max"),
         (lambda truth, predicted: 0.0, "auto", "min"),
+        (functools.partial(accuracy, adjusted=True), "auto", "max"),
+        (functools.partial(scorer("neg_mean_squared_error"), classes=None), "auto", "max"),
     ],
 )
 def test_the_metric_shows_which_trial_is_best(pretended: Pretended, metric: Any, given: str, mode: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import time
 from pathlib import Path
@@ -63,8 +64,9 @@ def test_classes_may_have_names_and_metrics_be_functions() -> None:
         assert np.isnan(scorer("f1")(["no", "yes"], [[0.9, 0.1], [0.2, 0.8]], classes=["no", "yes"]))
     with pytest.raises(ConfigurationError, match="metric='auc': scikit-learn has no such scorer"):
         scorer("auc")
-    with pytest.raises(ConfigurationError, match="metric=mean_squared_error: lower is better, but the greatest"):
-        scorer(mean_squared_error)
+    for metric in (mean_squared_error, functools.partial(mean_squared_error, multioutput="raw_values")):
+        with pytest.raises(ConfigurationError, match="metric=mean_squared_error: lower is better, but the greatest"):
+            scorer(metric)
 
     def my_error(y_true: Any, y_pred: Any) -> float:
         return -float(np.abs(y_true - y_pred).mean())

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer, lr_scheduler
 
 from trainloop._launch.rank_process import started_by_launch
-from trainloop._support.keywords import why_not
+from trainloop._support.keywords import name_of, why_not
 from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import count_of
 from trainloop.callbacks.base import AbstractCallback, logs_nothing, runs_first
@@ -295,7 +295,7 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         given = {name: steps if value is None else value(steps) for name, value in asked.items()}
         arguments = {**self.factory_kwargs, **given}
         if why := why_not(factory, optimizer, **arguments):
-            name = getattr(factory, "__name__", type(factory).__name__)
+            name = name_of(factory)
             raise ConfigurationError(
                 f"LRScheduler: {name} can't be called with the optimizer and the given arguments "
                 f"({', '.join(arguments) or 'none'}): {why}. It takes {inspect.signature(factory)}."

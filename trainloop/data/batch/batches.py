@@ -15,8 +15,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Subset, default_collate, default_convert
 
-from trainloop._support.nested import map_parts, parts_of
+from trainloop._support.nested import map_parts, own_attributes, parts_of
 from trainloop._support.user_line import warn
+from trainloop.devices import whole_number
 from trainloop.errors import TrainLoopError
 
 T = TypeVar("T")
@@ -50,7 +51,7 @@ def _unseen_parts(batch: Any, seen: dict[int, Any]) -> Iterable[Any]:
         return ()
     seen[id(batch)] = batch  # objects may refer to each other
     parts = parts_of(batch)
-    return getattr(batch, "__dict__", {}).values() if parts is None else parts
+    return own_attributes(batch).values() if parts is None else parts
 
 
 def _shape(value: Any) -> tuple[Any, ...] | None:
@@ -60,12 +61,18 @@ def _shape(value: Any) -> tuple[Any, ...] | None:
     return shape if isinstance(shape, tuple) else None
 
 
+def _num_graphs(value: Any) -> int | None:
+    """Return the number of graphs in a batch of torch_geometric: tensors are over nodes, losses over graphs."""
+    found = getattr(value, "num_graphs", None)
+    return None if found is None else whole_number(found)
+
+
 def _leading_dimension(batch: Any, seen: dict[int, Any]) -> int | None:
     shape = _shape(batch)
     if shape is not None:
         return int(shape[0]) if shape else None
-    if isinstance(num_graphs := getattr(batch, "num_graphs", None), int):
-        return num_graphs  # torch_geometric: tensors are over nodes, losses over graphs
+    if (num_graphs := _num_graphs(batch)) is not None:
+        return num_graphs
     # A generator, which reads parts only up to the first match.
     counts = (_leading_dimension(part, seen) for part in _unseen_parts(batch, seen))
     return next((count for count in counts if count is not None), None)
@@ -158,6 +165,8 @@ class SampleCounter:
                     why = "a list of parts of one shape may be columns, such as inputs and targets, or samples"
                 elif _has_one_label(batch, columns):
                     why = "it may be one sample with a number, or several samples"
+                if isinstance(batch, Iterator):
+                    why = "it is an iterator, whose parts can't be read twice; let collate_fn return a tuple"
                 if planned == 1:
                     why = "it was made of one sample, and its parts may be several samples or the items of this one"
                 warn(
@@ -188,6 +197,8 @@ def count_collated(batch: Any, planned: int | None = None) -> int | None:
     if batch is None:
         return 0
     columns = list(_lengths(batch, {}, top=True))
+    if isinstance(batch, Iterator) and planned is None:
+        return None
     if not columns:
         return planned if planned is not None else count_samples(batch)
     if planned is not None and any(planned in column for column in columns):
@@ -238,7 +249,7 @@ def _lengths(value: Any, seen: dict[int, Any], *, top: bool = False) -> Iterator
     if isinstance(value, PackedSequence):
         yield {int(value.batch_sizes[0])}
         return
-    if isinstance(num_graphs := getattr(value, "num_graphs", None), int):
+    if (num_graphs := _num_graphs(value)) is not None:
         yield {num_graphs}
         return
     if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from trainloop._support.nested import packed, unpacked
+from trainloop._support.nested import leaves_of, packed, unpacked
 from trainloop._support.rng import Generator, as_generator
 from trainloop._support.user_line import warn
 from trainloop.data.loader.parts import attributes_of, datasets_of, has_state, parts_of_loader
@@ -72,7 +72,7 @@ def _add_generators(found: dict[str, Generator], attributes: Mapping[str, Any]) 
 def generators_in(**holders: Any) -> dict[str, Generator]:
     """Return the generators of Python, numpy and torch that are attributes of objects, by path.
 
-    Holders may be modules, with all modules inside them, or dicts and lists of objects.
+    Holders may be modules, with all modules inside them, or consist of such modules and objects, as a criterion may.
     """
     found: dict[str, Generator] = {}
     for name, holder in holders.items():
@@ -82,14 +82,9 @@ def generators_in(**holders: Any) -> dict[str, Generator]:
 
 
 def _parts_of(name: str, holder: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(holder, nn.Module):
-        for path, part in holder.named_modules():
-            yield f"{name}.{path}", part
-    elif isinstance(holder, (Mapping, list, tuple)):
-        for key, one in holder.items() if isinstance(holder, Mapping) else enumerate(holder):
-            yield from _parts_of(f"{name}[{key}]", one)
-    else:
-        yield f"{name}.", holder
+    for path, part in leaves_of(holder, name):
+        inner = part.named_modules() if isinstance(part, nn.Module) else [("", part)]
+        yield from ((f"{path}.{name}", one) for name, one in inner)
 
 
 def _add_attributes(found: dict[str, Generator], path: str, part: Any) -> None:

@@ -24,6 +24,7 @@ from trainloop.data.loader.loader_copies import end_workers_of
 from trainloop.data.loader.parts import datasets_of, parts_of_loader
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of
+from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 
 
@@ -108,10 +109,10 @@ def num_ranks_of(sampler: Any) -> int:
     Samplers of torchvision, timm and others that are no ``DistributedSampler`` have its attributes ``num_replicas`` and
     ``rank``; those of mmengine have ``world_size`` and ``rank``.
     """
-    if type(getattr(sampler, "rank", None)) is not int:
+    if whole_number(getattr(sampler, "rank", None)) is None:
         return 1
-    numbers = (getattr(sampler, name, None) for name in ("num_replicas", "world_size"))
-    return next((number for number in numbers if type(number) is int), 1)
+    numbers = (whole_number(getattr(sampler, name, None)) for name in ("num_replicas", "world_size"))
+    return next((number for number in numbers if number is not None), 1)
 
 
 def is_distributed(loader: Any) -> bool:

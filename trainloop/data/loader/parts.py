@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -15,6 +15,7 @@ from trainloop._support.rng import as_generator
 
 # Lists of samplers are shorter; lists of indices may be long.
 _MOST_ITEMS = 64
+_CONTAINERS = (list, tuple, dict, deque, UserDict, UserList)
 
 
 def has_state(thing: Any) -> bool:
@@ -64,8 +65,8 @@ def datasets_of(loader: Any, parts_of_it: Mapping[str, Any] | None = None) -> di
             continue
         parts[name] = dataset
         several = getattr(dataset, "datasets", None)
-        if isinstance(several, (list, tuple, dict)):
-            items = several.items() if isinstance(several, dict) else enumerate(several)
+        if isinstance(several, _CONTAINERS):
+            items = several.items() if isinstance(several, Mapping) else enumerate(several)
             left += [(f"{name}.datasets[{key}]", one) for key, one in items]
         left.append((f"{name}.dataset", getattr(dataset, "dataset", None)))
     return parts
@@ -109,13 +110,13 @@ def _parts_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
     Only the first containers and the first items of each are read: the others are data.
     """
-    containers = deque([(name, value)] if type(value) in (list, tuple, dict) else [])
+    containers = deque([(name, value)] if isinstance(value, _CONTAINERS) else [])
     for _ in range(_MOST_ITEMS):
         if not containers:
             return
         name, value = containers.popleft()
-        for key, item in islice(value.items() if isinstance(value, dict) else enumerate(value), _MOST_ITEMS):
-            if type(item) in (list, tuple, dict):
+        for key, item in islice(value.items() if isinstance(value, Mapping) else enumerate(value), _MOST_ITEMS):
+            if isinstance(item, _CONTAINERS):
                 containers.append((f"{name}[{key}]", item))
             elif isinstance(item, DataLoader) or _is_sampler(item) or as_generator(item):
                 yield f"{name}[{key}]", item

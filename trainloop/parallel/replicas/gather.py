@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import UserDict
-from collections.abc import Callable, Container, Iterator, KeysView, Mapping, MutableMapping, Sequence, ValuesView
+from collections.abc import Callable, Container, Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, unpack_sequence
 
-from trainloop._support.nested import keys_of, map_parts, map_together, with_parts
+from trainloop._support.nested import keys_of, map_parts, map_together, parts_of, with_parts
 from trainloop._support.reduction import attach_divisor, divisor_of
+from trainloop.devices import shown
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
-from trainloop.optim.losses import check_weight
+from trainloop.optim.losses import check_weight, plain_number
 from trainloop.parallel.replicas.scatter import is_structure
 
 
@@ -61,11 +62,20 @@ def combine_losses(losses: Sequence[Any], sizes: Sequence[int], summed: bool | C
             return combine_losses([loss[0] for loss in losses], sizes, summed), None
         for weight in weights:
             check_weight(weight)
+        weights = list(map(_summable, weights))
         total = sum(weights[1:], weights[0])
         return _mean_loss([loss[0] for loss in losses], weights, total), total
     if summed is True:
         return _mean_loss(losses, [1] * len(losses), 1)
     return _mean_loss(losses, sizes, sum(sizes), over_samples=True, summed=summed or ())
+
+
+def _summable(weight: Any) -> Any:
+    """Return a weight in a dtype in which sums don't overflow: two bools would add up to True."""
+    if not isinstance(weight, Tensor):
+        return plain_number(weight)
+    small = weight.element_size() < 4
+    return weight.to(torch.float32 if weight.is_floating_point() else torch.int64) if small else weight
 
 
 def _mean_loss(
@@ -290,10 +300,10 @@ def rows_of_ones(outputs: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0) -> Any:
     """Join the predictions of a batch's parts into the predictions of the whole batch.
 
-    Tensors and arrays are concatenated, lists are rows and are joined, dicts and tuples are joined by entry, and so are
-    lists of :func:`are_columns`; a tuple of plain items is rows, too, and so is one of :func:`are_rows`. Numbers and
-    strings must be the same for all parts; other objects are taken from the first part. Rows of different shapes, such
-    as sequences that are padded to the longest of their part, become a list.
+    Tensors and arrays are concatenated, lists are rows and are joined, dicts, tuples and dataclasses are joined by
+    entry, and so are lists of :func:`are_columns`; a tuple of plain items is rows, too, and so is one of
+    :func:`are_rows`. Other values must be the same for all parts. Rows of different shapes, such as sequences that are
+    padded to the longest of their part, become a list.
 
     Parameters
     ----------
@@ -320,7 +330,7 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
         return join_tables(parts)
     if isinstance(first, np.ndarray):
         return _concatenated(join_arrays, parts, sizes, dim) if first.ndim else _of_all(parts)
-    if isinstance(first, MutableMapping):
+    if isinstance(first, Mapping):
         merged = copy.copy(first) if isinstance(first, (dict, UserDict)) else dict(first)
         for key in keys_of(first):
             having = [(part[key], size) for part, size in zip(parts, sizes, strict=True) if key in part]
@@ -341,21 +351,30 @@ def combine_predictions(parts: Sequence[Any], sizes: Sequence[int], dim: int = 0
         return with_parts(first, entries)
     if getattr(first, "ndim", 0):  # an array of another library
         return [row for part in parts for row in part]
+    if parts_of(first) is not None and all(type(part) is type(first) for part in parts):  # a dataclass
+        return map_together(lambda entries: combine_predictions(entries, sizes, dim), parts)
     return _of_all(parts)
 
 
 def _of_all(values: Sequence[Any]) -> Any:
     """Return a value that has no rows, so it is one of the whole batch: the same for all parts."""
     first, *others = (value.item() if isinstance(value, (Tensor, np.ndarray)) else value for value in values)
-    is_plain = isinstance(first, (str, bytes, bool, int, float, complex, np.generic))
-    for other in others if is_plain else ():
-        if other != first and (other == other or first == first):  # NaN is equal to itself here
+    for other in others:
+        if not _is_same(other, first):
             raise ConfigurationError(
-                f"gpu_mode='dp': get_predictions returned {first!r} without rows for a part of a batch, and {other!r} "
-                "for another part. In dp, it runs once for each part, so a value of the whole batch, such as a mean "
-                "over its samples, can't be known. Return a row for each sample, or use gpu_mode='ddp' or 'single'."
+                f"gpu_mode='dp': get_predictions returned {shown(first)} without rows for a part of a batch, and "
+                f"{shown(other)} for another part. In dp, it runs once for each part, so a value of the whole batch, "
+                "such as a mean over its samples, can't be known. Return a row for each sample, or use gpu_mode='ddp' "
+                "or 'single'."
             )
     return values[0]
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    try:
+        return value is other or bool(value == other) or (value != value and other != other)  # NaN
+    except Exception:  # whatever a comparison of a user's objects raises
+        return False
 
 
 def _concatenated(concatenate: Callable[..., Any], arrays: Sequence[Any], sizes: Sequence[int], dim: int) -> Any:

@@ -5,7 +5,7 @@ All functions are pure, and tensors remain on their device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from trainloop._support.nested import keys_of, map_parts, parts_of
+from trainloop._support.nested import keys_of, map_parts, own_attributes, parts_of, with_parts
 from trainloop.errors import ConfigurationError
 
 
@@ -131,7 +131,11 @@ class _Cut:
             if isinstance(item, Tensor) and (item.is_nested or item.layout != torch.strided):
                 self.uncut.append(f"a {'nested' if item.is_nested else 'sparse'} tensor")
                 return item
-            if self._known and type(item) not in (Tensor, np.ndarray) and any(map(self._of_rows, _vars_of(item))):
+            if (
+                self._known
+                and type(item) not in (Tensor, np.ndarray)
+                and any(map(self._of_rows, own_attributes(item).values()))
+            ):
                 self.uncut.append(f"a {type(item).__name__} whose attributes may belong to its rows")
                 return item
             self.found = True
@@ -143,10 +147,9 @@ class _Cut:
         if isinstance(shape, tuple) and shape[self.dim : self.dim + 1] == (self.length,) and parts_of(item) is not None:
             self.found = True  # a container that can be indexed as a tensor, such as a tensordict
             return item[(slice(None),) * self.dim + (slice(begin, end),)]
-        is_list = type(item) in (list, tuple) and len(item) == self.length and not self._has_others(item)
-        if is_list and self._has_samples(item, top):
+        if _is_list(item) and len(item) == self.length and not self._has_others(item) and self._has_samples(item, top):
             self.found = True
-            return item[begin:end]
+            return with_parts(item, item[begin:end])
         if self._known and parts_of(item) is None and self._may_have_samples(item):
             self.uncut.append(f"a {type(item).__name__}")
             return item
@@ -160,7 +163,7 @@ class _Cut:
         """Return True for an object that is no container, but may have tensors, or one item per sample."""
         if item is None or isinstance(item, (str, bytes, bool, int, float, np.generic)):
             return False
-        if callable(getattr(item, "to", None)) or any(map(_has_tensors, _vars_of(item))):
+        if callable(getattr(item, "to", None)) or any(map(_has_tensors, own_attributes(item).values())):
             return True
         return isinstance(item, Sized) and len(item) == self.length
 
@@ -206,10 +209,6 @@ class _Cut:
         return self._has_rows(value) or any(map(self._of_rows, parts_of(value) or ()))
 
 
-def _vars_of(item: Any) -> Iterable[Any]:
-    return getattr(item, "__dict__", {}).values()
-
-
 def _count_tensors(item: Any) -> int:
     if isinstance(item, (Tensor, np.ndarray)):
         return 1
@@ -242,9 +241,12 @@ def _list_length(item: Any) -> int | None:
     A DataLoader makes a list ``[x, y]`` of pairs, which is not a list of two samples. So if the items of a list can be
     cut, they are cut, and the list is not.
     """
-    if type(item) not in (list, tuple) or not item or any(is_structure(entry) for entry in item):
-        return None
-    return len(item)
+    return len(item) if _is_list(item) and item and not any(map(is_structure, item)) else None
+
+
+def _is_list(item: Any) -> bool:
+    """Return True for a list of any class or a tuple; other tuples, such as shapes and named tuples, are structures."""
+    return isinstance(item, list) or type(item) is tuple
 
 
 def is_structure(item: Any) -> bool:

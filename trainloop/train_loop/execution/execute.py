@@ -28,7 +28,7 @@ from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import alone
 from trainloop.model import yields_losses
 from trainloop.optim.optimizers import explain_no_graph, needs_closure, optimizers_of
-from trainloop.optim.parameters import criterion_modules, own_parameters, trained_modules
+from trainloop.optim.parameters import modules_beside, own_parameters, trained_modules
 from trainloop.parallel.transparent import check_sendable
 from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.arguments.options import FitJob
@@ -70,7 +70,7 @@ def execute(loop: LoopState, work: Callable[..., Any], *args: Any, job: FitJob |
     """
     if loop.gpu_mode != "fsdp":
         check_values(loop.model)
-    for module in criterion_modules(loop.criterion):
+    for module in modules_beside(loop.model, loop.criterion):
         check_values(module, "criterion")
     if has_ranks(loop.gpu_mode):
         check_sendable(loop.model, f"gpu_mode={loop.gpu_mode!r}", loop.run_config.devices[0].type)

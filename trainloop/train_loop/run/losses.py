@@ -18,7 +18,7 @@ from trainloop._support.reduction import SumRule, divisor_of
 from trainloop.data.batch.batches import note_batch
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
-from trainloop.optim.losses import check_weight, split_yielded, weighed
+from trainloop.optim.losses import check_weight, plain_number, split_yielded, weighed
 from trainloop.parallel.sharded.misuse import explain_sharded, used_outside_of_forward
 from trainloop.parallel.sharded.shards import is_sharded
 
@@ -93,6 +93,7 @@ def split_loss(output: Any) -> tuple[Any, Any]:
         loss, weight = output
         if weight is not None:
             check_weight(weight)
+            weight = plain_number(weight)
         if weight is not None and isinstance(loss, MultiLoss) and loss.weighted:
             raise ConfigurationError(
                 "get_loss returned (MultiLoss, weight), but the MultiLoss already has weights for "

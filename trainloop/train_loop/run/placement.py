@@ -21,7 +21,7 @@ from trainloop.devices import has_ranks
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import all_optimizers
-from trainloop.optim.parameters import criterion_modules, move_to, own_parameters
+from trainloop.optim.parameters import criterion_modules, modules_beside, move_to, own_parameters
 from trainloop.parallel import TTDataParallel, TTDistributedDataParallel, sync_batchnorm
 from trainloop.parallel.ddp import WeighingDataParallel, comm_hooks_of
 from trainloop.parallel.dp import expect_samples
@@ -192,7 +192,7 @@ def placed(loop: LoopState, job: FitJob | None, *, joined: bool) -> Iterator[Pla
         if mode != "fsdp":  # in fsdp, a device may not have room for the full model
             move_to(model, device)
         # Class weights and the like are buffers.
-        for module in criterion_modules(criterion):
+        for module in modules_beside(model, criterion):
             move_to(module, device)
         for optimizer in optimizers if mode != "fsdp" else ():
             move_state(optimizer, device)

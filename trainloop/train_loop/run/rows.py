@@ -153,8 +153,8 @@ def with_tuples_of_columns(batches: list[Any], samples: Sequence[int]) -> list[A
 def join_rows(batches: list[Any], empty: Any = None) -> Any:
     """Join batches of rows; this is the default ``pred_transform_fn``.
 
-    Tensors, arrays and pandas' tables are concatenated, lists chained, dicts and tuples joined entry by entry; dtypes
-    are kept.
+    Tensors, arrays and pandas' tables are concatenated, lists chained, dicts, tuples and dataclasses joined entry by
+    entry; dtypes are kept.
     Tensors whose rows differ in shape become a list of rows, and so do tuples of rows: tuples that contain text or
     numbers, or differ in length between batches. Values without rows (one number per batch) become a list; among
     batches with rows, such a value is the row of a batch of one sample, as ``squeeze()`` and ``tolist()`` return it.
@@ -191,6 +191,8 @@ def join_rows(batches: list[Any], empty: Any = None) -> Any:
         keys = dict.fromkeys(key for batch in batches for key in batch)
         return {key: join_rows([batch[key] for batch in batches if key in batch]) for key in keys}
     if isinstance(first, tuple) and not _has_rows(batches):
+        return map_together(join_rows, batches)
+    if is_dataclass(first) and not isinstance(first, type) and all(type(batch) is type(first) for batch in batches):
         return map_together(join_rows, batches)
     with_axis = [isinstance(batch, (list, tuple)) or getattr(batch, "ndim", 0) > 0 for batch in batches]
     if any(with_axis) and all(has or _is_row(batch) for has, batch in zip(with_axis, batches)):

@@ -39,7 +39,7 @@ from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import whole_batch
 from trainloop.distributed.tensors import copy_from_first
 from trainloop.model import TTModel
-from trainloop.optim.parameters import criterion_modules, move_to, trained_modules
+from trainloop.optim.parameters import modules_beside, move_to, trained_modules
 from trainloop.parallel.sync_batchnorm import of_this_rank
 from trainloop.resources.enforce import cap_workers
 from trainloop.train_loop.progress.display import Display
@@ -131,7 +131,7 @@ class Run:
     def assigned(self, name: str) -> None:
         """Follow an attribute of the loop that was assigned a new value; see :class:`.Loop` for the moments."""
         if name == "criterion":
-            for module in criterion_modules(self.loop.criterion):
+            for module in modules_beside(self.loop.model, self.loop.criterion):
                 move_to(module, self.place.device)
 
     @property

@@ -11,7 +11,7 @@ from contextlib import suppress
 from io import IOBase
 from itertools import islice
 from multiprocessing.sharedctypes import SynchronizedBase
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainloop._support.carried import names_of
+from trainloop._support.keywords import name_of
+from trainloop._support.nested import entries_of, leaves_of
 from trainloop._support.rng import as_generator
 from trainloop._support.user_line import described_names, warn_or_print
 from trainloop.callbacks.base import AbstractCallback
@@ -44,6 +46,7 @@ _SETTINGS = ("gradient_clip_norm", "grad_accumulation", "end_auto_eval", "num_ep
 _SCHEDULERS = "torch.optim.lr_scheduler"
 _OF_CALLBACKS = frozenset({"callback_name", "execution_order", "device_idx_execution", "train_loop_obj"})
 _OF_OPTIMIZERS = frozenset({"defaults", "state", "param_groups", "step", "_opt_called"})
+_FUNCTIONS = (FunctionType, MethodType, functools.partial)
 _HOW = (
     "If the training depends on this, save it: in a module, as a buffer or by get_extra_state; in a callback, by "
     "state_dict and load_state_dict (for a dataset, by rank_state_dict). A count of steps can follow from "
@@ -140,7 +143,8 @@ class Beside:
 
     def _add(self, path: str, value: Any, kind: Any = None) -> None:
         with suppress(Exception):  # of whatever methods the value's class has
-            if self._of_rank and (as_generator(value) is not None or _is_iterator(value)):  # ranks draw other numbers
+            inside = [one for _, one in leaves_of(value, "")] if self._of_rank else []
+            if any(as_generator(one) is not None or _is_iterator(one) for one in inside):  # ranks draw other numbers
                 return
             checksum = _checksum(value)
             if checksum is not None:
@@ -165,13 +169,14 @@ class Beside:
                 self._add_attributes(path, part, without=without, only_lost=saves)
                 for hook in forward_hooks_of(part):
                     self._add_attributes(f"{path}.{type(hook).__name__}".lstrip("."), hook)
-        if not isinstance(loop.criterion, nn.Module):
-            self._add_attributes("criterion", loop.criterion)
+        for path, part in leaves_of(loop.criterion, "criterion"):
+            if not isinstance(part, nn.Module):
+                self._add_attributes(path, part)
 
     def _add_others(self, loop: LoopState) -> None:
         settings = {name: getattr(loop, name) for name in _SETTINGS}
         # Without its module, since __main__ has another name in ranks.
-        criterion = getattr(loop.criterion, "__name__", type(loop.criterion).__name__)
+        criterion = name_of(loop.criterion)
         for name, value in {**settings, "criterion": criterion, **added_attributes(loop)}.items():
             self._add(f"tl.{name}", value)
         for i, optimizer in enumerate(optimizers := optimizers_of(loop.optimizer)):
@@ -265,8 +270,15 @@ class Beside:
         if id(part) in seen or isinstance(part, (type, nn.Module, ModuleType)):
             return []
         seen.add(id(part))
-        if isinstance(part, (list, tuple)):
-            return [(f"{path}[{i}]", one, depth) for i, one in enumerate(part) if len(part) <= 16]
+        if isinstance(part, (list, tuple, dict, *_FUNCTIONS)):
+            inside = entries_of(part)
+            held = [one for one in inside.values() if as_generator(one) is not None and id(one) not in seen]
+            if held:
+                self._add(path, held, "data")
+                self._data.add(path)
+            caches = () if isinstance(part, (list, tuple)) else (Tensor, np.ndarray)  # arrays in others mostly are
+            parts = [(f"{path}[{name}]", one, depth) for name, one in inside.items() if not isinstance(one, caches)]
+            return parts if len(inside) <= 16 else []
         if isinstance(part, (Tensor, np.ndarray)):
             if _is_small(part):
                 self._add(path, part, "data")
@@ -283,7 +295,7 @@ class Beside:
                     self._data.add(where)
                     if type(value) is int and hasattr(part, "set_epoch"):
                         self.of_epochs.add(where)
-                if depth <= _DEEPEST and (hasattr(value, "__dict__") or isinstance(value, (list, tuple))):
+                if depth <= _DEEPEST and (hasattr(value, "__dict__") or isinstance(value, (list, tuple, dict))):
                     inner.append((where, value, depth + 1))
         return inner
 
@@ -516,6 +528,8 @@ def _shown(value: Any, left: list[int], depth: int = 2) -> Any:
     if _is_iterator(value):
         left_over = getattr(value, "__length_hint__", None)  # an iterator of a list, for example
         return left_over() if left_over is not None else os.urandom(8)  # nothing else shows its position
+    if depth and isinstance(value, (*_FUNCTIONS, SimpleNamespace)):
+        value = entries_of(value)
     if not depth or not isinstance(value, (list, tuple, deque, dict, set, frozenset)):
         return None
     items = list(islice(value, left[0]))

@@ -19,7 +19,7 @@ import numpy as np
 from trainloop import checkpoint
 from trainloop._launch.script.module_state import SentModules
 from trainloop._launch.script.settings import SentSettings
-from trainloop._support.keywords import refuses_unknown, why_not
+from trainloop._support.keywords import name_of, refuses_unknown, unwrapped, why_not
 from trainloop._support.output import guarded_output
 from trainloop._support.scratch import remove, temporary_folder
 from trainloop.errors import ConfigurationError
@@ -286,7 +286,7 @@ def _check_arguments(make_loop: Any, mode: Any, backend: Any, keep: Any, data: A
 def _direction(metric: str | Callable[..., float], mode: Literal["auto", "min", "max"]) -> Literal["min", "max"]:
     """Return the mode; ``'auto'`` is decided by the metric's name. Warn if it does not say, or contradicts the mode."""
     name = _name_of(metric)
-    greater = getattr(metric, "greater_is_better", None)
+    greater = getattr(unwrapped(metric), "greater_is_better", None)
     lower = not greater if isinstance(greater, bool) else lower_is_better(name)
     if mode == "auto":
         if lower is None and isinstance(metric, str):
@@ -311,7 +311,7 @@ def _described(values: Any) -> str:
 
 
 def _name_of(metric: str | Callable[..., float]) -> str:
-    return metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)
+    return metric if isinstance(metric, str) else name_of(metric)
 
 
 # -- the search ------------------------------------------------------------------------------------------------------
