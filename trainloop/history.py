@@ -166,10 +166,10 @@ class History(Mapping[str, list[float]]):
             values.append(value)
             epochs.append(epoch)
 
-    def begin_row(self, epoch: int, *, cut: bool) -> None:
+    def begin_row(self, epoch: int) -> None:
         """Begin the values of an epoch's end. They replace those of an earlier end of this epoch.
 
-        That is the end of a ``fit`` that has cut the epoch, or one that has failed. With ``cut``, this ``fit`` cuts it.
+        That is the end of a ``fit`` that has cut the epoch, or one that has failed.
         """
         for name, (begin, end) in self._replaced(epoch).items():
             del self._values[name][begin:end], self._epochs[name][begin:end]
@@ -178,7 +178,7 @@ class History(Mapping[str, list[float]]):
                 self._unagreed[name] = [i - (end - begin) if i >= end else i for i in own]
             if not self._values[name]:  # only this epoch had values
                 del self._values[name], self._epochs[name]
-        self._row = {"epoch": epoch, "begins": self.lengths(), "ends": None, "cut": cut}
+        self._row = {"epoch": epoch, "begins": self.lengths(), "ends": None}
 
     def _replaced(self, epoch: int) -> dict[str, tuple[int, int]]:
         """Return the range of values of each metric that another end of this epoch replaces."""
@@ -248,8 +248,7 @@ class History(Mapping[str, list[float]]):
             "epochs": {name: list(epochs) for name, epochs in self._epochs.items()},
             "step_indices": {name: _as_tensor(a, torch.int64) for name, a in self._step_indices.items()},
             "step_values": {name: _as_tensor(a, torch.float64) for name, a in self._step_values.items()},
-            # Those of older checkpoints are all of cut epochs.
-            "row": self._row if self._row is not None and self._row.get("cut", True) else None,
+            "row": self._row,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

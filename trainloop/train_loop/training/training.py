@@ -190,7 +190,7 @@ class Training(Run):
                         clock.data += perf_counter() - asked
                     self._note_cut(ended_by)
                     if not ended_by & ~(EARLY_STOP | END_EPOCH):
-                        loop.history.begin_row(loop.epoch, cut=loop.cut is not None)
+                        loop.history.begin_row(loop.epoch)
                         self._hold()
                         self._finish_epoch()
                         ended_by = (ended_by | self._agree_at_epoch_end()) & ~END_EPOCH
