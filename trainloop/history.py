@@ -166,22 +166,31 @@ class History(Mapping[str, list[float]]):
             values.append(value)
             epochs.append(epoch)
 
-    def begin_row(self, epoch: int, *, cut: bool) -> None:
+    def begin_row(self, epoch: int) -> None:
         """Begin the values of an epoch's end. They replace those of an earlier end of this epoch.
 
-        That is the end of a ``fit`` that has cut the epoch, or one that has failed. With ``cut``, this ``fit`` cuts it.
+        That is the end of a ``fit`` that has cut the epoch, or one that has failed.
         """
+        for name, (begin, end) in self._replaced(epoch).items():
+            del self._values[name][begin:end], self._epochs[name][begin:end]
+            own = self._unagreed.get(name, ())
+            if own:
+                self._unagreed[name] = [i - (end - begin) if i >= end else i for i in own]
+            if not self._values[name]:  # only this epoch had values
+                del self._values[name], self._epochs[name]
+        self._row = {"epoch": epoch, "begins": self.lengths(), "ends": None}
+
+    def _replaced(self, epoch: int) -> dict[str, tuple[int, int]]:
+        """Return the range of values of each metric that another end of this epoch replaces."""
         before = self._row
-        if before is not None and before["epoch"] == epoch:
-            for name, end in (before["ends"] or self.lengths()).items():
-                begin = before["begins"].get(name, 0)
-                del self._values[name][begin:end], self._epochs[name][begin:end]
-                own = self._unagreed.get(name, ())
-                if own:
-                    self._unagreed[name] = [i - (end - begin) if i >= end else i for i in own]
-                if not self._values[name]:  # only this epoch had values
-                    del self._values[name], self._epochs[name]
-        self._row = {"epoch": epoch, "begins": self.lengths(), "ends": None, "cut": cut}
+        if before is None or before["epoch"] != epoch:
+            return {}
+        return {name: (before["begins"].get(name, 0), end) for name, end in (before["ends"] or self.lengths()).items()}
+
+    def num_kept(self, name: str, epoch: int) -> int:
+        """Return the number of values of a metric that the end of this epoch will not replace."""
+        begin, end = self._replaced(epoch).get(name, (0, 0))
+        return len(self._values.get(name, ())) - (end - begin)
 
     def end_row(self) -> None:
         """End the values of an epoch's end. Values that are added after ``fit`` stay if the epoch continues."""
@@ -239,8 +248,7 @@ class History(Mapping[str, list[float]]):
             "epochs": {name: list(epochs) for name, epochs in self._epochs.items()},
             "step_indices": {name: _as_tensor(a, torch.int64) for name, a in self._step_indices.items()},
             "step_values": {name: _as_tensor(a, torch.float64) for name, a in self._step_values.items()},
-            # Those of older checkpoints are all of cut epochs.
-            "row": self._row if self._row is not None and self._row.get("cut", True) else None,
+            "row": self._row,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -461,7 +461,7 @@ class Recorder:
             s.name: {"options": list(s.options), "count": s.count, "total": s.total, "weight": s.weight}
             | ({"empty": s.empty} if s.empty else {})
             for s in self._series.values()
-            if s.count
+            if s.count or (s is self._parts[""] and not s.options.on_epoch)
         }
 
     def load_state_dict(self, own: dict[str, Any], others: Iterable[dict[str, Any]] = ()) -> None:
@@ -486,7 +486,10 @@ class Recorder:
                 series.total = reduced(options.reduce, [*series.total, *saved["total"]])
                 series.weight = exact_sum([*series.weight, *saved["weight"]])
                 series.empty += saved.get("empty", 0)
-                series.options = series.options._replace(units=series.options.units or options.units)
+                now = series.options
+                series.options = now._replace(
+                    units=now.units or options.units, on_epoch=now.on_epoch and options.on_epoch
+                )
 
 
 def _joined(name: str, before: list[Any], entries: list[Any]) -> list[Any]:

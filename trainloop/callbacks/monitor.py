@@ -113,12 +113,10 @@ class Monitor:
 
         Called at registration. Only values that the loop records afterwards are new.
         """
-        self._seen = len(loop.history.get(self.name, ()))
+        cut = getattr(loop, "cut", None)
+        self._seen = loop.history.num_kept(self.name, loop.epoch if cut is None else cut["place"]["epoch"])
         self._seen_step = max(loop.history.step_indices(self.name), default=-1)
         self._seen_value = self._shown_progress(loop)
-        cut = getattr(loop, "cut", None)
-        if cut is not None and cut["place"]["epoch"] in loop.history.epochs(self.name)[-1:]:
-            self._seen -= 1  # this epoch continues, and gets another value in place of that one
         if self._minimize is None:
             higher = _by_torchmetrics(self.name, loop)
             self._minimize = None if higher is None else not higher

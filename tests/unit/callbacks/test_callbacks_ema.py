@@ -78,6 +78,19 @@ def test_the_average_of_several_losses_is_evaluated_with_their_sum() -> None:
         assert loop.history[f"ema_val_loss{name}"] == pytest.approx(loop.history[f"val_loss{name}"])
 
 
+def test_evaluations_of_hooks_do_not_replace_what_the_epochs_own_has_logged() -> None:
+    class OfAverage(AbstractCallback):
+        def on_epoch_end(self) -> None:
+            with ema.applied():
+                self.train_loop_obj.evaluate_loss_on_validation_set()
+
+    ema = ExponentialMovingAverage(0.99, evaluate=True)
+    alone, averaged = make_loop(), make_loop()
+    alone.fit(num_epochs=2)
+    averaged.fit(num_epochs=2, callbacks=[ema, OfAverage()])
+    assert averaged.history["val_accuracy"] == alone.history["val_accuracy"]
+
+
 def test_evaluation_of_the_average() -> None:
     class ByHand(AbstractCallback):
         def on_epoch_end(self) -> None:

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 from kit.columns_model import chunks, make_model
-from kit.small_loop import Net, make_loop
+from kit.small_loop import Net, Scores, make_loop
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from conftest import make_data
-from trainloop import AbstractCallback, TrainLoop
+from trainloop import AbstractCallback, MultiLoss, TrainLoop
 from trainloop.callbacks import (
     EarlyStopping,
     LRScheduler,
@@ -71,6 +71,20 @@ class Noisy(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         x, y = self.data[index]
         return x + torch.rand((), generator=self.torch) + self.python.random() + float(self.numpy.random()), y
+
+
+class Counts(Dataset[Any]):
+    """Counts the samples that are read."""
+
+    def __init__(self) -> None:
+        self.data, self.reads = make_data(), 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return self.data[index]
 
 
 class NoisyByEpoch(Noisy):
@@ -345,6 +359,78 @@ def test_a_stream_without_a_state_is_read_again(capsys: pytest.CaptureFixture[st
     tl.fit(num_iterations=2)
     assert len(set(tl.model.seen)) == 4
     assert "are read again and discarded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_that_are_done_are_not_read_again(*, shuffle: bool) -> None:
+    tl, data = make(data=(counts := Counts()), shuffle=shuffle), []
+    for _ in range(4):
+        before = counts.reads
+        tl.fit(num_iterations=2)  # of 16 samples; the epoch has 7 batches, the last of 5 samples
+        data.append(counts.reads - before)
+    assert data == [32, 48, 48, 37]  # one batch more, with which the order is drawn
+
+
+def test_draws_from_the_loaders_generator_between_pieces_stay() -> None:
+    def draws(generator: torch.Generator) -> DataLoader[Any]:
+        return DataLoader(make_data(), 16, shuffle=True, generator=generator)
+
+    by_hand, seen = torch.Generator().manual_seed(0), []
+    first = iter(draws(by_hand))
+    seen += [float(next(first)[0][0, 0]) for _ in range(3)]
+    torch.rand(5, generator=by_hand)
+    seen += [float(x[0, 0]) for loader in (first, draws(by_hand)) for x, _ in loader]
+    tl, generator = make_loop(Reads()), torch.Generator().manual_seed(0)
+    tl.train_loader = draws(generator)
+    tl.fit(num_iterations=3)
+    torch.rand(5, generator=generator)  # another loop that reads this loader does so, too
+    tl.fit(num_iterations=11)
+    assert tl.model.seen == seen
+
+
+def test_a_loss_of_parts_is_the_sum_of_their_means_over_all_pieces() -> None:
+    class Parts(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            return MultiLoss({"a": super().get_loss(batch_data, criterion, device), "b": self.fc.weight.mean()})
+
+    tl = make_loop(Parts())
+    tl.criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    tl.fit(num_iterations=3)
+    tl.criterion = nn.CrossEntropyLoss(reduction="sum")
+    tl.fit(num_iterations=4)
+    assert tl.history["loss"] == pytest.approx([tl.history["loss_a"][0] + tl.history["loss_b"][0]])
+
+
+def test_values_of_on_train_begin_belong_to_the_epoch_that_continues() -> None:
+    class AtBegin(AbstractCallback):
+        def on_train_begin(self) -> None:
+            self.train_loop_obj.insert_metric_result_into_history("begun", 1.0)
+
+    tl = make()
+    for _ in range(2):
+        tl.fit(num_iterations=2, callbacks=[AtBegin("at begin")])
+    assert tl.history.epochs("begun") == [0, 0]
+
+
+@pytest.mark.parametrize("where", ["step", "end"])
+def test_an_epoch_that_is_repeated_after_a_failure_is_judged(where: str) -> None:
+    class Breaks(AbstractCallback):
+        def on_batch_end(self) -> None:
+            if where == "step":
+                raise ValueError("a hook's")
+
+        def on_epoch_end(self) -> None:
+            raise ValueError("a hook's")
+
+    tl, scores = make(), Scores([1.0], "a_loss")
+    if where == "step":  # the value that is replaced is that of a piece
+        tl.fit(num_iterations=3, callbacks=[scores])
+    with pytest.raises(ValueError, match="a hook's"):
+        tl.fit(num_iterations=7, callbacks=[scores, Breaks("breaks")])
+    stopping, plateau = EarlyStopping("a_loss", patience=9), LRScheduler(ReduceLROnPlateau, monitor="a_loss")
+    tl.fit(num_epochs=1, callbacks=[scores, stopping, plateau])
+    assert tl.history["a_loss"] == [1.0]
+    assert [stopping.best, plateau.scheduler.best] == [1.0, 1.0]
 
 
 def test_optimizer_settings_between_pieces_hold() -> None:

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 
 from trainloop._support import rng
 from trainloop._support.user_line import warn
-from trainloop.data.loader.generators import generators_of, generators_of_datasets, kept_in_checkpoints, set_states
+from trainloop.data.loader.generators import (
+    generators_of,
+    generators_of_datasets,
+    generators_read,
+    kept_in_checkpoints,
+    set_states,
+)
 from trainloop.data.loader.loader_copies import isolated_base_seed, persistent_workers
 from trainloop.data.source.indexed import Indexed
 from trainloop.data.source.sources import Source
@@ -50,7 +56,7 @@ class FeedPosition:
         self._after_item: Any = _LIVE  # the source's position after the last item, if further items were read ahead
         self._loaded_order: list[int] | None = None  # that of the resumed epoch, until it is compared
         self._replaces_workers = False  # True if resumed from an epoch that began with persistent workers running
-        self._of_datasets: dict[str, Any] = {}  # states of their generators, until the batches that are left are read
+        self._kept: dict[str, Any] = {}  # states of generators, until the batches that are left are read
 
     def replace_workers(self) -> None:
         """Start the next epoch like one with persistent workers, although new workers must be started for it."""
@@ -82,21 +88,23 @@ class FeedPosition:
     def _items_from(self, epoch: int, first_batch: int) -> Iterator[tuple[Any, Any]]:
         loaded, loaded_global, self._after_item = self._loaded_position, self._loaded_global, _LIVE
         self._loaded_position = self._loaded_global = None
-        of_datasets, self._of_datasets = self._of_datasets, {}
+        kept, self._kept = self._kept, {}
         follows = loaded is not None and self._move_source(loaded, begins=first_batch == 0)
         if not (first_batch and loaded_global):
             if isinstance(self._source, Indexed):  # other sources read the batches that are done again, or have a state
-                set_states(generators_of_datasets(self._loader), of_datasets)
+                set_states(generators_of_datasets(self._loader), kept)
             return self._source.items(epoch, first_batch)
         # The order depends on the global generators at the beginning of the epoch. Once it is drawn again, they return
         # to the checkpoint's states, which the loop has restored.
         with rng.isolated():
             rng.restore(loaded_global)
             if not follows:
-                items = self._source.items(epoch, 0)
-                for _ in islice(items, first_batch):
+                # One batch at least, with which the order is drawn.
+                passed = first_batch - 1 if self._source.skips else 0
+                items = self._source.items(epoch, passed)
+                for _ in islice(items, first_batch - passed):
                     pass
-                set_states(generators_of_datasets(self._loader), of_datasets)
+                set_states(generators_read(self._loader), kept)
                 return items
             items = self._source.items(epoch, first_batch)
             if loaded is not None and not loaded["state"].get("draws", True):
@@ -196,9 +204,9 @@ class FeedPosition:
         self._loaded_position = state.get("position")
         self._loaded_order = state.get("order")
 
-    def keep_datasets(self, states: dict[str, Any]) -> None:
-        """Set these states of the datasets' generators once the batches that are done have been skipped."""
-        self._of_datasets = states
+    def keep_generators(self, states: dict[str, Any]) -> None:
+        """Set these states of generators once the batches that are done have been skipped."""
+        self._kept = states
 
     def _position_now(self) -> Any:
         """Return the source's position; the error of the user's ``state_dict`` is returned, and raised if it counts."""

@@ -262,9 +262,9 @@ class TrainFeed:
         """Load the result of :meth:`state_dict`; generators that no longer exist are ignored."""
         self._position.load(state)
 
-    def keep_datasets(self, states: dict[str, Any]) -> None:
-        """Let the datasets' generators continue in these states, although ``set_epoch`` has been called again."""
-        self._position.keep_datasets(states)
+    def keep_generators(self, states: dict[str, Any]) -> None:
+        """Let generators continue in these states, although the order is drawn, and ``set_epoch`` is called, again."""
+        self._position.keep_generators(states)
 
     def close(self) -> None:
         """End persistent workers of this rank's copy of the loader; the feed can't be read afterwards."""

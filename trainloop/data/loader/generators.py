@@ -128,6 +128,15 @@ def generators_of_datasets(loader: Any) -> dict[str, Generator]:
     return found
 
 
+def generators_read(loader: Any) -> dict[str, Generator]:
+    """Return the generators from which a pass over a loader draws: its own, and its datasets'.
+
+    A sampler that has a state of its own is left out: it may be within a pass.
+    """
+    own = {name: one for name, one in generators_of(loader).items() if not isinstance(one, _OfState)}
+    return {**own, **generators_of_datasets(loader)}
+
+
 @contextmanager
 def generators_restored(loader: Any, modules: Sequence[nn.Module], criterion: Any) -> Iterator[None]:
     """Let a block draw from generators of a loader, its dataset, modules and a criterion without an effect afterwards.

@@ -89,6 +89,14 @@ class Source:
         return False
 
     @property
+    def skips(self) -> bool:
+        """True if the batches before the first one that is asked for are not read, and the order is the same.
+
+        False if it draws random numbers between the batches, or if this is unknown.
+        """
+        return False
+
+    @property
     def order_digest(self) -> int | None:
         """Checksum of a pass's order, which must agree on all ranks; None if the order can't differ.
 
@@ -253,12 +261,16 @@ class UserLoader(Source):
     def next_indices(self) -> Any:
         return self._counted.log[0] if self._counted is not None and self._counted.log else None
 
+    @property
+    def skips(self) -> bool:
+        return self._place is None and _skips(self.loader)
+
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         # Not a generator: the loader's iterator must be created now, in the caller's random state.
         if self._plan is not None:
             self._plan = plan_of(self.loader)  # the sampler may have another length in each epoch
-        passed = 0 if self._place is not None and self._place.resumes else first_batch
-        batches = _batches_of(self.loader, self._name) if self._place is None else self._place.read()
+        passed = 0 if self.skips or (self._place is not None and self._place.resumes) else first_batch
+        batches = _batches_of(self.loader, self._name, first_batch) if self._place is None else self._place.read()
         if self._plan is None and self._counted is not None:
             return islice(self._sized_by_sampler(batches, self._counted), passed, None)
         if self._counted is not None:
@@ -288,8 +300,17 @@ class UserLoader(Source):
             yield (size if self.counts else (size,)), batch
 
 
-def _batches_of(loader: Any, name: str) -> Iterator[Any]:
-    """Return an iterator with the same batches and random draws as ``iter(loader)``.
+def _skips(loader: Any) -> bool:
+    """Return True if :func:`_batches_of` passes over batches without loading them, and draws the same order.
+
+    The order of torch's samplers does not depend on numbers that the dataset draws.
+    """
+    here = loads_batches_here(loader) and not loaders.is_stream(loader) and not isinstance(loader.dataset, MapDataPipe)
+    return here and cuts_torchs_order(loader.batch_sampler)
+
+
+def _batches_of(loader: Any, name: str, first: int = 0) -> Iterator[Any]:
+    """Return an iterator with the same batches and random draws as ``iter(loader)``; see :func:`_skips`.
 
     Without workers, this calls the loader's sampler, dataset and ``collate_fn`` directly. That avoids the profiler mark
     that torch sets around each batch, which takes 20 of the 500 microseconds of a small model's step.
@@ -307,7 +328,7 @@ def _batches_of(loader: Any, name: str) -> Iterator[Any]:
         except StopIteration as stop:
             raise slipped_out(stop, name) from stop
 
-    return map(load, rest_of(batches_of_indices))
+    return map(load, islice(rest_of(batches_of_indices), first if _skips(loader) else 0, None))
 
 
 class Tensors(Source):
@@ -331,12 +352,19 @@ class Tensors(Source):
             cuts_torchs_order(batches) and type(dataset) is TensorDataset and self.loader.collate_fn is default_collate
         )
 
+    @property
+    def skips(self) -> bool:
+        return TensorRows.of(self.loader) is not None
+
     def items(self, epoch: int, first_batch: int) -> Iterator[tuple[RankSizes, Any]]:
         # In each pass, since the dataset's tensors and indices may have changed.
         rows = TensorRows.of(self.loader)
-        batches = _batches_of(self.loader, self._name) if rows is None else loader_batches(rows, self.loader)
+        if rows is not None:
+            batches = loader_batches(rows, self.loader, first_batch)
+        else:
+            batches = islice(_batches_of(self.loader, self._name), first_batch, None)
         sizes: RankSizes = (0,)
-        for batch in islice(batches, first_batch, None):
+        for batch in batches:
             # Yield the same tuple while nothing changes, so that step weights can be reused by identity.
             size = batch[0].shape[0]  # len(), of a tensor, is a function in Python
             if size != sizes[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ def draw_base_seed(loader: DataLoader[Any]) -> None:
     torch.empty((), dtype=torch.int64, device=device).random_(generator=generator)
 
 
-def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[Tensor]]:
+def loader_batches(rows: TensorRows, loader: DataLoader[Any], first: int = 0) -> Iterator[list[Tensor]]:
     """Return one epoch of a loader: the same batches and the same random draws as ``iter(loader)``.
 
     Parameters
@@ -158,6 +159,8 @@ def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[T
         ``TensorRows.of(loader)``.
     loader : DataLoader
         A loader with any batch sampler.
+    first : int
+        Index of the first batch; those before it are not read.
     """
     batch_sampler: Any = loader.batch_sampler
     batches_of_indices = batches_of(batch_sampler)  # first, like torch: a user's sampler may draw here
@@ -168,19 +171,21 @@ def loader_batches(rows: TensorRows, loader: DataLoader[Any]) -> Iterator[list[T
         if type(sampler) is SequentialSampler:
             length = len(sampler)
             stop = length - length % size if drop_last else length
-            for start in range(0, stop, size):
+            for start in range(first * size, stop, size):
                 yield rows.slice(start, min(start + size, stop))
             return
         # Several permutations, or a part of one, are left to the sampler.
         one = type(sampler) is RandomSampler and sampler.num_samples == len(sampler.data_source)
         if one and not sampler.replacement:
-            yield from _shuffled(rows, sampler, size, drop_last)
+            yield from _shuffled(rows, sampler, size, drop_last, first)
             return
-    for indices in rest_of(batches_of_indices):
+    for indices in islice(rest_of(batches_of_indices), first, None):
         yield rows.take_list(indices)
 
 
-def _shuffled(rows: TensorRows, sampler: RandomSampler, size: int, drop_last: bool) -> Iterator[list[Tensor]]:
+def _shuffled(
+    rows: TensorRows, sampler: RandomSampler, size: int, drop_last: bool, first: int
+) -> Iterator[list[Tensor]]:
     generator = sampler.generator
     if generator is None:
         # device=None: on the default device, as torch's sampler draws it
@@ -190,9 +195,9 @@ def _shuffled(rows: TensorRows, sampler: RandomSampler, size: int, drop_last: bo
     length = sampler.num_samples
     order = torch.randperm(length, generator=generator, device=generator.device).cpu()
     stop = length - length % size
-    yield from rows.take(order[:stop], size)
+    yield from rows.take(order[first * size : stop], size)
     # RandomSampler draws another permutation when it is read beyond its end, which advances the user's generator.
     if sampler.generator is not None:
         torch.randperm(length, generator=generator, device=generator.device)
     if stop < length and not drop_last:
-        yield from rows.take(order[stop:], size)
+        yield from rows.take(order[max(stop, first * size) :], size)

@@ -103,6 +103,7 @@ class Run:
         """Epoch for which values are currently logged; outside of training, the last epoch."""
         self.records_evaluations = False
         """True if values of evaluations are written to the history, as in training."""
+        self._own_values: dict[str, int] = {}  # for each value of an epoch's own evaluation, the last such epoch
         self.epoch_steps = 0
         """Steps since the epoch began."""
         self.undo = ExitStack()
@@ -263,9 +264,8 @@ class Run:
                 end = mean_loss(
                     batches, get_loss, recorder, name, rule, weighs=weighs, model=trained, criterion=criterion
                 )
-        # A user's evaluation in a callback must not overwrite the epoch's own val_loss.
         losses = named_losses(end.losses, prefix) if losses_into_history else {}
-        self._into_history(prefix, {**losses, **end.metrics})
+        self._into_history(prefix, {**losses, **end.metrics}, own=losses_into_history)
         return end
 
     def predict(
@@ -438,11 +438,19 @@ class Run:
         finally:
             self._passes = passes
 
-    def _into_history(self, prefix: str, values: dict[str, float]) -> None:
-        """Record the values of an evaluation, if it is part of training."""
+    def _into_history(self, prefix: str, values: dict[str, float], *, own: bool = False) -> None:
+        """Record the values of an evaluation, if it is part of training.
+
+        ``own``: the evaluation is the epoch's own, whose values those of a hook's evaluation don't replace: the hook
+        may have put other weights into the model.
+        """
         if self.records_evaluations and prefix:
+            epoch = self.history_epoch
             for name, value in values.items():
-                self.loop.history.record(name, value, self.history_epoch, replace=True)
+                if own:
+                    self._own_values[name] = epoch
+                if own or self._own_values.get(name) != epoch:
+                    self.loop.history.record(name, value, epoch, replace=True)
 
     # -- logs --------------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ from trainloop.callbacks.weights.train_schedule import LRScheduler
 from trainloop.data import StepBatches, TrainFeed
 from trainloop.data.batch.batches import note_batch
 from trainloop.data.feed.marks import LoaderMarks
-from trainloop.data.loader.generators import generators_of_datasets
+from trainloop.data.loader.generators import generators_read
 from trainloop.data.loader.loader_copies import end_workers
 from trainloop.data.loader.loaders import refuse_shared_iterator, tell_epoch
 from trainloop.devices import has_ranks
@@ -190,7 +190,7 @@ class Training(Run):
                         clock.data += perf_counter() - asked
                     self._note_cut(ended_by)
                     if not ended_by & ~(EARLY_STOP | END_EPOCH):
-                        loop.history.begin_row(loop.epoch, cut=loop.cut is not None)
+                        loop.history.begin_row(loop.epoch)
                         self._hold()
                         self._finish_epoch()
                         ended_by = (ended_by | self._agree_at_epoch_end()) & ~END_EPOCH
@@ -265,6 +265,7 @@ class Training(Run):
         if resume is not None:  # hooks that rebuild the model ask where the run resumes
             for name in collect.COUNTERS:
                 setattr(loop.progress, name, resume["place"][name])
+        self.history_epoch = loop.epoch
         for hook in self.hooks.on_train_begin:
             hook()
         self._follow_callbacks()
@@ -502,8 +503,8 @@ class Training(Run):
                 self._changes.find_renewed(has_hooks=bool(hooks))
         # This is after the hook, in which callbacks may change everything, and before the first forward.
         continues = self._cut is not None and (not self.parallel or loop.run_config.here is not None)
-        generators = generators_of_datasets(loop.train_loader) if continues else {}
-        of_datasets = {name: one.get_state() for name, one in generators.items()}
+        generators = generators_read(loop.train_loader) if continues else {}
+        states = {name: one.get_state() for name, one in generators.items()}
         self.take_data(loop.epoch)
         settings = requested_settings(self, gather=self._job.gather, resume=None) if self.parallel else {}
         self.of_ranks = self.gradients.follow_at_epoch_begin(settings)
@@ -524,7 +525,7 @@ class Training(Run):
             if cut_epochs.load_cut(self, cut):
                 if carried:
                     load_carried_state(loop.model, [carried], 0, 1)
-                self.feed.keep_datasets(of_datasets)
+                self.feed.keep_generators(states)
                 self._report_begin(f"continued in epoch {loop.epoch + 1}, after step {loop.global_step}")
         # A resumed epoch continues the count after the steps that it skips.
         skip, self.skip_steps, self.epoch_steps = self.skip_steps, 0, self.skip_steps
