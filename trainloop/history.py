@@ -259,6 +259,7 @@ class History(Mapping[str, list[float]]):
         self._step_indices = {name: array("q", t.tolist()) for name, t in state["step_indices"].items()}
         self._step_values = {name: array("d", t.tolist()) for name, t in state["step_values"].items()}
         self._row = state.get("row")  # older checkpoints lack this entry
+        self.end_row()  # values that are added now are none of its
 
 
 def _mean(values: Sequence[float]) -> float:

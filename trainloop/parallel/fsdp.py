@@ -242,7 +242,6 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             check_parameters(name or type(module).__name__, _to_shard(unit))
             if any(on_meta):
                 _give_memory(unit, device, None if seed is None else seed + number)
-            ignored = {p for p in own_parameters(unit) if stays_whole(p)}
             originals = [(p, p.data) for p in _to_shard(unit).values()]
             for p, data in originals:
                 p.data = _of_first_rank(data, mesh, device) if sends else data
@@ -251,8 +250,10 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             # The root is needed again as soon as backward begins: by default torch keeps it gathered.
             root = unit is self and reshard_after_forward is True
             further: dict[str, Any] = {} if root else {"reshard_after_forward": reshard_after_forward}
+            if ignored := {p for p in own_parameters(unit) if stays_whole(p)}:
+                further["ignored_params"] = ignored  # torch 2.6 does not know it
             try:
-                fully_shard(unit, ignored_params=ignored or None, **further, **options)
+                fully_shard(unit, **further, **options)
             except (ValueError, TypeError, NotImplementedError) as error:
                 raise ConfigurationError(f"TTFullyShardedDataParallel: {error}") from error
             for p, data in originals if init_sync else ():  # no longer in the module; restored for other owners

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -63,6 +64,21 @@ def test_a_weight_of_the_criterion_that_nobody_trains_is_named() -> None:
     loop.optimizer.add_param_group({"params": loop.criterion.parameters()})
     loop.fit(num_epochs=1)
     assert loop.criterion.scale != 1
+
+
+def test_gradients_of_a_weight_of_the_criterion_that_nobody_trains_are_not_clipped() -> None:
+    """Nor a teacher's, as by ``clip_grad_norm_(model.parameters())``; the warning does not say that they are."""
+    weights = []
+    for trains in (True, False):
+        loop = make_loop()
+        loop.criterion, loop.gradient_clip_norm = Weighted(), 1e-3
+        loop.criterion.scale.requires_grad_(trains)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loop.fit(num_epochs=1)
+        assert [" count in the norm" in str(one.message) for one in caught] == [False] * trains
+        weights.append(loop.model.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 def test_the_summary_counts_what_is_not_trained() -> None:

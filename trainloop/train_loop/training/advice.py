@@ -103,13 +103,14 @@ class Advice:
         names = not_optimized(loop.model, self._run.gradients.optimizers, loop.criterion)
         if names:
             clips = " Their gradients add up from step to step, and count in the norm that gradient_clip_norm limits."
+            counted = loop.gradient_clip_norm is not None and not all(name.startswith("criterion.") for name in names)
             self.once(
                 "optimizer",
                 f"{described_names(names)} {'require' if len(names) > 1 else 'requires'} gradients, but "
                 f"{'are' if len(names) > 1 else 'is'} in no optimizer, so training does not change them. Create the "
                 "optimizer after the last change of the model, or freeze them with requires_grad_(False)."
                 + clips
-                * (loop.gradient_clip_norm is not None),
+                * counted,
             )
         named = named_trained_parameters(loop.model, loop.criterion, loop.optimizer)
         hooked = hooked_parameters(named) if averages else []

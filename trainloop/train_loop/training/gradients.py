@@ -114,6 +114,9 @@ class Gradients:
         self.parameters: list[Tensor] = [*own_parameters(loop.model)]
         # A criterion may have parameters, too (a margin, class weights), and an optimizer; no wrapper contains them.
         self.learned: list[Tensor] = trained_parameters(loop.model, loop.criterion, loop.optimizer)
+        stepped = (p for one in optimizers_of(loop.optimizer) for p in parameters_of(one))
+        # Of a network that a criterion only reads (a teacher): clip_grad_norm_(model.parameters()) does not count them.
+        self._not_clipped = set(map(id, self.learned)).difference(map(id, self.parameters), map(id, stepped))
         self._beside: set[int] = set()
         has_buffers = next(loop.model.buffers(), None) is not None
         self._shares_buffers = self._exchanges and has_buffers
@@ -554,6 +557,8 @@ class Gradients:
         if run.loop.gradient_clip_norm is not None:
             # torch's function can't stack the norms of sharded and unsharded gradients.
             clip = clip_gradients if self._place.collective else nn.utils.clip_grad_norm_
+            if self._not_clipped:
+                parameters = [p for p in parameters if id(p) not in self._not_clipped]
             try:
                 clip(parameters, run.loop.gradient_clip_norm)
             except (RuntimeError, NotImplementedError):
