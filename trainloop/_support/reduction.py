@@ -89,6 +89,9 @@ def sum_rule(model: Any, criterion: Any) -> SumRule | None:
 
 def declared_reductions(criterion: Any) -> Iterator[tuple[Any, str]]:
     """Yield each object in a criterion that declares a ``reduction``, and its value; None for a partial's keyword."""
+    if isinstance(whole := _reduction_of(criterion), str):  # the usual case first
+        yield criterion, whole
+        return
     seen, left = set[int](), [criterion]
     while left and len(seen) < _MOST_PARTS:
         part = left.pop(0)
