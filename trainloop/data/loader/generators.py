@@ -122,8 +122,12 @@ def set_generator_states(loaders: Iterable[Any], states: Iterable[Mapping[str, A
 def generators_of_datasets(loader: Any) -> dict[str, Generator]:
     """Return the generators that are attributes of a loader's datasets."""
     loader = loader.loader if isinstance(loader, SplitBatches) else loader
+    return _of_datasets(loader, parts_of_loader(loader))
+
+
+def _of_datasets(loader: Any, parts: Mapping[str, Any]) -> dict[str, Generator]:
     found: dict[str, Generator] = {}
-    for number, part in enumerate(datasets_of(loader, parts_of_loader(loader)).values()):
+    for number, part in enumerate(datasets_of(loader, parts).values()):
         _add_attributes(found, str(number), part)
     return found
 
@@ -133,15 +137,15 @@ def generators_read(loader: Any) -> dict[str, Generator]:
 
     A sampler that has a state of its own is left out: it may be within a pass.
     """
-    own = {name: one for name, one in generators_of(loader).items() if not isinstance(one, _OfState)}
-    return {**own, **generators_of_datasets(loader)}
+    loader = loader.loader if isinstance(loader, SplitBatches) else loader
+    parts = parts_of_loader(loader)
+    own = {name: one for name, one in _generators_of(loader, parts).items() if not isinstance(one, _OfState)}
+    return {**own, **_of_datasets(loader, parts)}
 
 
 @contextmanager
 def generators_restored(loader: Any, modules: Sequence[nn.Module], criterion: Any) -> Iterator[None]:
-    """Let a block draw from generators of a loader, its dataset, modules and a criterion without an effect afterwards.
-
-    A sampler that has a state of its own is not changed: it may be within a pass.
+    """Let a block draw from the generators that a loader, modules and a criterion have, without an effect afterwards.
 
     Parameters
     ----------
@@ -150,12 +154,10 @@ def generators_restored(loader: Any, modules: Sequence[nn.Module], criterion: An
         All modules of the model and of the criterion, with those inside them.
     criterion
     """
-    loader = loader.loader if isinstance(loader, SplitBatches) else loader
-    of_loader = parts_of_loader(loader)
-    own = {name: one for name, one in _generators_of(loader, of_loader).items() if not isinstance(one, _OfState)}
+    own = generators_read(loader)
     plain = [] if isinstance(criterion, nn.Module) else [one for _, one in _parts_of("", criterion)]
-    for number, part in enumerate((*datasets_of(loader, of_loader).values(), *modules, *plain)):
-        _add_attributes(own, str(number), part)
+    for number, part in enumerate((*modules, *plain)):
+        _add_attributes(own, f"part {number}", part)
     before = {name: one.get_state() for name, one in own.items()}
     try:
         yield
