@@ -248,7 +248,7 @@ class History(Mapping[str, list[float]]):
             "epochs": {name: list(epochs) for name, epochs in self._epochs.items()},
             "step_indices": {name: _as_tensor(a, torch.int64) for name, a in self._step_indices.items()},
             "step_values": {name: _as_tensor(a, torch.float64) for name, a in self._step_values.items()},
-            "row": self._row,
+            "row": None if self._row is None else dict(self._row),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -258,7 +258,8 @@ class History(Mapping[str, list[float]]):
         self._epochs = {name: list(epochs) for name, epochs in state["epochs"].items()}
         self._step_indices = {name: array("q", t.tolist()) for name, t in state["step_indices"].items()}
         self._step_values = {name: array("d", t.tolist()) for name, t in state["step_values"].items()}
-        self._row = state.get("row")  # older checkpoints lack this entry
+        row = state.get("row")  # older checkpoints lack this entry
+        self._row = None if row is None else dict(row)
         self.end_row()  # values that are added now are none of its
 
 

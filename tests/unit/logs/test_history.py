@@ -176,3 +176,16 @@ def test_table_of_pandas(history: History) -> None:
     assert list(table["epoch"]) == [1, 2, 3]
     assert list(table["loss"]) == [0.5, 0.25, 0.125]
     assert pandas.isna(table["val_loss"][1])
+
+
+def test_a_state_stays_as_it_was() -> None:
+    """When the row of values in which it was taken ends later, and when it is loaded."""
+    history = History()
+    history.begin_row(0)
+    history.record("loss", 1.0, 0)
+    state = history.state_dict()
+    history.record("late", 2.0, 0)
+    history.end_row()
+    assert state["row"] == {"epoch": 0, "begins": {}, "ends": None}
+    History().load_state_dict(state)
+    assert state["row"]["ends"] is None
