@@ -236,11 +236,12 @@ FOREIGN: dict[str, str] = {
     "_support/platform.py": "_config",
     "_support/scratch.py": "_rand",
     "parallel/sync_batchnorm.py": "_BatchNorm",
+    "train_loop/run/placement.py": "_dynamo",
     "train_loop/run/run.py": "_version",
     "train_loop/saving/beside.py": "_forward_hooks _forward_pre_hooks _non_persistent_buffers_set",
     "train_loop/training/gradients.py": "_per_optimizer_states",
     "train_loop/training/trained.py": "_get_default_store",
-    "train_loop/training/whole_step.py": "_dynamo _post_accumulate_grad_hooks",
+    "train_loop/training/whole_step.py": "_backward_hooks _dynamo _has_any_global_hook _post_accumulate_grad_hooks",
     "_transfer/pickling.py": (
         "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID _extra_reducers _untyped_storage _utils "
         "_validate_loaded_sparse_tensors"

@@ -478,10 +478,24 @@ def test_hooks_after_a_gradient_are_called(later: bool) -> None:
             stop_gradients(loop.model)
     compiled, plain = loops
     callbacks = [Hooks("hooks")] if later else []
-    with pytest.warns(UserWarning, match="post_accumulate_grad_hook"):
+    with pytest.warns(UserWarning, match="hooks of parameters"):
         compiled.fit(num_epochs=2, callbacks=callbacks)
     plain.fit(num_epochs=2, callbacks=callbacks)
     check(compiled, list(plain.model.state_dict().values()))
+
+
+@pytest.mark.long
+def test_gradients_of_parameters_in_no_optimizer_count_in_the_norm() -> None:
+    """A graph does not compute them, so steps run without it."""
+    weights = []
+    for compiles in ("step", False):
+        model = Net().double()
+        loop = make_loop(model, lambda _, model=model: sgd(model.layers[3].parameters()), compile=compiles)
+        loop.gradient_clip_norm = 0.01
+        with pytest.warns(UserWarning, match=r"in no optimizer(: the graph does not compute|, so training does not)"):
+            loop.fit(num_epochs=2)
+        weights.append(list(model.state_dict().values()))
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 @pytest.mark.long
@@ -576,6 +590,28 @@ def hook_of_the_optimizer(loop: Any, called: list[int]) -> None:
     loop.optimizer.register_step_post_hook(lambda *_: called.append(1))
 
 
+def hook_of_a_gradient(loop: Any, called: list[int]) -> None:
+    loop.model.layers[0].weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def hook_of_all_modules(loop: Any, called: list[int]) -> None:
+    nn.modules.module.register_module_forward_hook(
+        lambda module, _, output: 2 * output if isinstance(module, nn.Tanh) else None
+    )
+
+
+def hook_of_backward(loop: Any, called: list[int]) -> None:
+    loop.model.layers[2].register_full_backward_hook(lambda _, inputs, outputs: (2 * inputs[0],))
+
+
+def hook_of_forward(loop: Any, called: list[int]) -> None:
+    loop.model.layers[2].register_forward_hook(lambda *of_call: 2 * of_call[-1])
+
+
+def hook_of_the_criterion(loop: Any, called: list[int]) -> None:
+    loop.criterion.register_forward_hook(lambda *of_call: 2 * of_call[-1])
+
+
 def another_callback(loop: Any, called: list[int]) -> None:
     class Calls(AbstractCallback):
         def on_after_gradient_update(self, optimizer_idx: int) -> None:
@@ -596,15 +632,22 @@ def another_callback(loop: Any, called: list[int]) -> None:
         (another_reduction, "a sum over samples"),
         (hook_of_the_optimizer, "observes the optimizer"),
         (another_callback, "on_after_gradient_update of calls"),
+        (hook_of_a_gradient, "hooks of parameters"),
+        (hook_of_all_modules, "hooks of all modules"),
+        (hook_of_backward, "backwards hooks"),
+        (hook_of_forward, None),
+        (hook_of_the_criterion, None),
     ],
 )
-def test_what_a_callback_changes_later_is_not_lost_in_the_graph(change: Any, reason: str, hook: str) -> None:
+def test_what_a_callback_changes_later_is_not_lost_in_the_graph(change: Any, reason: str | None, hook: str) -> None:
     found = []
     for compiles in ("step", False):
+        torch._dynamo.reset()
         loop, called = make_loop(compile=compiles, gradient_clip_norm=1.0), []  # type: ignore[var-annotated]
         loop.criterion = nn.CrossEntropyLoss()
         epochs = 3 if change is another_callback else 2  # it takes effect at the next epoch
-        with pytest.warns(UserWarning, match=reason) if compiles else warnings_are_errors():
+        with pytest.warns(UserWarning, match=reason) if compiles and reason else warnings_are_errors():
             loop.fit(num_epochs=epochs, callbacks=[Notes(change, hook, called)])
+        torch.nn.modules.module._global_forward_hooks.clear()
         found.append([*loop.model.state_dict().values(), torch.tensor(loop.history["loss"]), torch.tensor(called)])
     torch.testing.assert_close(*found, rtol=0, atol=1e-9)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainloop import distributed
 from trainloop._support.nested import parts_of, paths_of
+from trainloop._support.reduction import is_compiled
 from trainloop._support.rng import derive_seed
 from trainloop.devices import has_ranks
 from trainloop.distributed.tensors import copy_from_first
@@ -206,6 +207,9 @@ def placed(loop: LoopState, job: FitJob | None, *, joined: bool) -> Iterator[Pla
             synced.take([model, *criterion_modules(criterion)])
         if job is not None and options.checkpoint_modules is not None:
             undo.enter_context(recomputing(model, options.checkpoint_modules))
+        if options.compile_args is not None or options.compiles_step or any(map(is_compiled, model.modules())):
+            # By default, graphs do not notice hooks that modules get after their first forward.
+            undo.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
         if options.compile_args is not None:
             # Compile in place: torch.compile(model) would create another module, with prefixed keys in checkpoints.
             model.compile(**options.compile_args)

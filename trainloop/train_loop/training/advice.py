@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,6 @@ from trainloop.optim.parameters import named_trained_parameters, trained_modules
 from trainloop.parallel.sharded.shards import bit_sums
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.run.losses import BatchLoss
-from trainloop.train_loop.saving.beside import forward_hooks_of
 from trainloop.train_loop.training.trained import changing_buffers, hooked_parameters, not_optimized
 
 _COMPARED_BATCHES = 3  # of an evaluation
@@ -42,7 +41,6 @@ class Advice:
         self._given: set[str] = set()
         self._saw_weight = False
         self._skipped = _Skipped()
-        self._hooks: dict[nn.Module, int] = {}  # number of forward hooks of each part of a compiled model
 
     def once(self, about: str, text: str) -> None:
         """Warn, unless ``text`` is empty, or this run has warned ``about`` this already."""
@@ -78,19 +76,6 @@ class Advice:
                 "between ranks. If it changes the data or their order with them, ranks read some samples several times "
                 "and others never. Then draw from a generator that is the same on all ranks, such as "
                 "random.Random(epoch), numpy.random.default_rng(epoch) or torch.Generator().manual_seed(epoch).",
-            )
-
-    def late_hooks(self, parts: Iterable[nn.Module]) -> None:
-        """Warn of forward hooks that parts of a compiled model have got since the last call, in an earlier epoch."""
-        before = self._hooks
-        self._hooks = {part: len(forward_hooks_of(part)) for part in parts}
-        late = {type(part).__name__ for part, number in self._hooks.items() if number > before.get(part, number)}
-        if late:
-            self.once(
-                "hooks of compiled",
-                f"forward hooks were registered on {described_names(sorted(late))} after the first forward of a "
-                "compiled model. torch.compile does not look for hooks again, so they may not be called. Register them "
-                "before fit or in on_train_begin, or train without compile.",
             )
 
     def untrained(self, *, averages: bool) -> None:

@@ -514,8 +514,6 @@ class Training(Run):
         self.follow_modules(modules, parts)
         # Without the mode of torch's functions in later steps, torch.compile would compile again.
         self._sees_functions = any(map(is_compiled, parts))
-        if self._sees_functions:
-            self.advice.late_hooks(parts)
         if self._sees_functions or self._functions is not None or loop.global_step >= self._looks_again:
             self._functions, self._looks_again = [], loop.global_step + _STEPS_BETWEEN_LOOKS
         if self._kept_in_eval is None:

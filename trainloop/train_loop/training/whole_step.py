@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from trainloop._launch.script.users_modules import in_library
 from trainloop._metrics import Recorder
 from trainloop._support.reduction import attached_divisor, functional_losses
-from trainloop._support.user_line import warn
+from trainloop._support.user_line import described_names, warn
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer
 from trainloop.optim.optimizers import is_scheduled, is_watched, note_steps_elsewhere
 from trainloop.train_loop.run.losses import split_loss
+from trainloop.train_loop.training.trained import not_optimized
 from trainloop.train_loop.training.training import Training
 
 
@@ -161,11 +162,22 @@ class WholeStepTraining(Training):
             return "torch keeps optimizers with fused=True out of graphs (leave fused out: the compiler fuses anyway)"
         if is_watched(optimizer):
             return _WATCHED
+        if loop.gradient_clip_norm is not None and (left := not_optimized(loop.model, [optimizer])):
+            return (
+                f"{described_names(left)} require gradients, but are in no optimizer: the graph does not compute their "
+                "gradients, which count in the norm that gradient_clip_norm limits"
+            )
         return self._hooked()
 
     def _hooked(self) -> str | None:
-        if any(p._post_accumulate_grad_hooks for group in self.loop.optimizer.param_groups for p in group["params"]):
-            return "hooks of register_post_accumulate_grad_hook need a backward pass outside of a graph"
+        parameters = (p for group in self.loop.optimizer.param_groups for p in group["params"])
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):  # torch has no public names
+            return (
+                "hooks of parameters, of register_hook or register_post_accumulate_grad_hook, need a backward pass "
+                "outside of a graph"
+            )
+        if nn.modules.module._has_any_global_hook():
+            return "a graph would not notice when hooks of all modules (register_module_forward_hook) change"
         return None
 
     def _begin_epoch(self) -> Iterator[StepBatches]:
@@ -188,7 +200,7 @@ class WholeStepTraining(Training):
             return text.format("gradient_clip_norm")
         if self.gradients.sums is not None:  # criterion.reduction was set
             return _OF_SUMS
-        return _WATCHED if is_watched(optimizer) else None
+        return _WATCHED if is_watched(optimizer) else self._hooked()
 
     def _may_continue(self, error: Exception) -> bool:
         """Return True if a failed step has changed nothing, because it failed in the compilation."""
