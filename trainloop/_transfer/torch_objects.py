@@ -1,4 +1,4 @@
-"""Pickle what torch itself can't: optimizers with hooks, generators, compiled functions, parametrized modules.
+"""Pickle what torch itself can't: optimizers with hooks, torch's generators, compiled or parametrized modules.
 
 Module-like objects and operators are sent by name, compiled functions by their original and its options, parametrized
 and scripted modules by their parts. All private torch names that this needs are in this file; torch 2.6 to 2.15 has

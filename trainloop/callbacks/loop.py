@@ -1,4 +1,4 @@
-"""The loop as callbacks see it: all that they may read, change and call, and when a change takes effect."""
+"""A protocol, without code: all that callbacks may read, change and call of a loop, and when a change takes effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Define sources of a rank's batches for training and evaluation: one class for each kind of loader.
+"""Define sources of a rank's batches, and the plan of all ranks' batches: one class for each kind of loader.
 
 A source yields this rank's part of one global batch after another. The source for loaders of indexed datasets is in
 :mod:`trainloop.data.source.indexed`. Training chooses a source in :mod:`trainloop.data.feed.train`, and groups its

@@ -1,4 +1,4 @@
-"""Define what callbacks and users read of a loop and assign to it, and its ``repr``; number of steps; record logs."""
+"""Implement what callbacks and users read of a loop and assign to it, its ``repr``, numbers of steps, ``log``."""
 
 from __future__ import annotations
 

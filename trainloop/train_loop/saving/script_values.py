@@ -1,4 +1,4 @@
-"""Values that a script keeps in globals and class attributes, and that its methods, hooks and criterion use."""
+"""Values that a script keeps in globals and class attributes, and its methods, hooks and criterion use; compare."""
 
 from __future__ import annotations
 
