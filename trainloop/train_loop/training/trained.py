@@ -275,7 +275,7 @@ def hooked_parameters(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, st
 # -- modules that the user keeps in evaluation mode --------------------------------------------------------------------
 
 
-def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.Module]:
+def begin_training(model: nn.Module, modules: Sequence[nn.Module], kept: Sequence[nn.Module] = ()) -> list[nn.Module]:
     """Switch to training mode, except for modules that the user has put into ``eval()``; return these modules.
 
     Parameters
@@ -283,6 +283,8 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
     model : nn.Module
         Model to train. If the model itself is in evaluation mode, as a loaded model may be, its modules' modes are
         ignored: all modules except ``kept`` train.
+    modules : sequence of nn.Module
+        All modules of the model.
     kept : sequence of nn.Module
         The modules that the last call returned.
 
@@ -290,7 +292,6 @@ def begin_training(model: nn.Module, kept: Sequence[nn.Module] = ()) -> list[nn.
     -----
     A class that overrides ``train()`` decides for itself and for all modules inside it.
     """
-    modules = list(model.modules())
     if model.training:
         # Users freeze BatchNorm by eval(); a plain model.train() each epoch would undo it.
         kept = [module for module in modules if not module.training]

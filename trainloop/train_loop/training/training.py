@@ -21,6 +21,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -510,7 +511,8 @@ class Training(Run):
         self.of_ranks = self.gradients.follow_at_epoch_begin(settings)
         self._checks_backward = self.gradients.combines
         modules = trained_modules(loop.model, loop.criterion)
-        parts = [part for module in modules for part in module.modules()]
+        of_model, *of_criterion = (list(module.modules()) for module in modules)
+        parts = [*of_model, *chain.from_iterable(of_criterion)]
         self.follow_modules(modules, parts)
         # Without the mode of torch's functions in later steps, torch.compile would compile again.
         self._sees_functions = any(map(is_compiled, parts))
@@ -529,7 +531,7 @@ class Training(Run):
         skip, self.skip_steps, self.epoch_steps = self.skip_steps, 0, self.skip_steps
         skip_batches, self.skip_batches = self.skip_batches, None
         first = self._kept_in_eval is None
-        self._kept_in_eval = begin_training(loop.model, self._kept_in_eval or ())
+        self._kept_in_eval = begin_training(loop.model, of_model, self._kept_in_eval or ())
         if first and self._kept_in_eval:
             self.display.write(about_eval_mode(loop.model, self._kept_in_eval))
         self.feed.set_epoch(loop.epoch, told=True)
