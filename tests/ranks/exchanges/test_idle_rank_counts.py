@@ -18,7 +18,7 @@ from trainloop.errors import ConfigurationError, WorkerFailedError
 ROWS, BATCH = 21, 8
 KINDS = (
     *("in_place", "number", "each", "by_name", "nested", "array", "own array", "own tuple"),
-    *("meter", "values of a meter"),
+    *("meter", "values of a meter", "draws"),
 )
 # A model here keeps an alias of a weight, for the dummy forward of an idle rank.
 pytestmark = pytest.mark.filterwarnings("ignore:.*shares the memory of fc.weight, which is gathered:UserWarning")
@@ -61,8 +61,18 @@ class Counts(nn.Module):
         self.expanded = torch.ones(1, 1).expand(3, 3)  # can't be written in place
         self.sparse = torch.eye(3).to_sparse()
         self.output: Tensor | None = None
+        self.generator = torch.Generator().manual_seed(0)
+
+    def draws(self) -> int:
+        other, number = torch.Generator().manual_seed(0), 0
+        while not torch.equal(other.get_state(), self.generator.get_state()):
+            torch.rand(1, generator=other)
+            number += 1
+        return number
 
     def forward(self, x: Tensor) -> Tensor:
+        for _ in x:
+            torch.rand(1, generator=self.generator)
         self.in_place += len(x)
         self.number += len(x)
         self.each.append(len(x))
@@ -93,7 +103,7 @@ class Counted(TTBasicModel):
             found = [counts.in_place.item(), counts.number, sum(counts.each), counts.by_name["samples"]]
             meter = counts.meters[0]["samples"]
             found += [sum(counts.nested["of"]["samples"]), counts.array.item(), counts.own_array.item()]
-            found += [counts.own_tuple[0][0], meter.sum.item(), sum(meter.values[0])]
+            found += [counts.own_tuple[0][0], meter.sum.item(), sum(meter.values[0]), counts.draws()]
             everywhere = ranks.all_reduce(torch.tensor(found), reduce="sum")
             name = "trained" if counts is self.training_counts else "evaluated"
             for kind, total in zip(KINDS, everywhere.tolist(), strict=True):

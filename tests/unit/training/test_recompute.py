@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop.errors import ConfigurationError
+from trainloop.train_loop.run.idle import ModuleStates
 from trainloop.train_loop.run.recompute import chosen_modules, recomputing
 
 
@@ -156,3 +159,184 @@ def test_which_modules_are_meant() -> None:
     }.items():
         with pytest.raises(ConfigurationError, match=words):
             TrainLoop(model, None, checkpoint_modules=wrong)
+
+
+class Mean:
+    """A meter, as users write them."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.sums = {"all": torch.zeros(1)}
+
+
+class Remembers(nn.Module):
+    """A block whose forward reads and changes something beside its input and its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.init()
+
+    def init(self) -> None: ...
+
+    def factor(self, z: Tensor) -> Any:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x)
+        # Not at the end: a computation that is done again ends with the last value that backward needs.
+        return x + torch.tanh(self.linear(torch.tanh(z * self.factor(z.detach()))))
+
+
+class Counts(Remembers):
+    def init(self) -> None:
+        self.calls = 0
+
+    def factor(self, z: Tensor) -> Any:
+        self.calls += 1
+        return torch.tensor(1.0 + self.calls)
+
+
+class HasBuffer(Remembers):
+    def init(self) -> None:
+        self.register_buffer("mean", torch.zeros(8))
+
+    def factor(self, z: Tensor) -> Any:
+        self.mean.lerp_(z.mean(0), 0.5)
+        return 1 + self.mean.clone()
+
+
+class AssignsBuffer(HasBuffer):
+    def factor(self, z: Tensor) -> Any:
+        self.mean = (self.mean + z.mean(0)) / 2
+        return 1 + self.mean
+
+
+class WritesData(HasBuffer):
+    """As in many vector quantizers: autograd does not note the change."""
+
+    def factor(self, z: Tensor) -> Any:
+        self.mean.data.mul_(0.5).add_(z.mean(0))
+        return 1 + self.mean.clone()
+
+
+class PlainTensor(HasBuffer):
+    def init(self) -> None:
+        self.mean = torch.zeros(8)
+
+
+class NewAttribute(Remembers):
+    def factor(self, z: Tensor) -> Any:
+        self.mean = (getattr(self, "mean", 0) + z.mean(0)) / 2
+        return 1 + self.mean
+
+
+class Meter(Remembers):
+    def init(self) -> None:
+        self.meter, self.lists = Mean(), [[1.0]]
+
+    def factor(self, z: Tensor) -> Any:
+        self.meter.values.append(float(z.mean()))
+        self.meter.sums["all"] += 1
+        self.lists[0].append(1.0)
+        return self.meter.sums["all"] + len(self.meter.values) + len(self.lists[0])
+
+
+class SpectralNorm(Remembers):
+    def init(self) -> None:
+        nn.utils.parametrizations.spectral_norm(self.linear)
+
+    def factor(self, z: Tensor) -> Any:
+        return 1.0
+
+
+class OwnGenerator(Remembers):
+    def init(self) -> None:
+        self.generator, self.of_numpy = torch.Generator().manual_seed(0), np.random.default_rng(0)
+
+    def factor(self, z: Tensor) -> Any:
+        return torch.rand(8, generator=self.generator) + torch.from_numpy(self.of_numpy.random(8)).float()
+
+
+class OtherGenerators(Remembers):
+    def factor(self, z: Tensor) -> Any:
+        return torch.from_numpy(np.random.rand(8)).float() + torch.tensor(random.random())
+
+
+class LazyNorm(Remembers):
+    def init(self) -> None:
+        self.norm = nn.LazyBatchNorm1d()
+
+    def factor(self, z: Tensor) -> Any:
+        return self.norm(z)
+
+
+class Scripted(LazyNorm):
+    def init(self) -> None:
+        self.norm = torch.jit.script(nn.BatchNorm1d(8))
+
+
+def of_attributes(block: Any) -> Any:
+    found = {name: value for name, value in vars(block).items() if name[0] != "_"}
+    if isinstance(block, OwnGenerator):
+        return [torch.rand(1, generator=found["generator"]), found["of_numpy"].random()]
+    return [(value.values, value.sums) if isinstance(value, Mean) else value for value in found.values()]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("calls", [1, 2], ids=["once", "twice"])
+@pytest.mark.parametrize("kind", Remembers.__subclasses__() + HasBuffer.__subclasses__() + LazyNorm.__subclasses__())
+def test_what_a_forward_reads_and_changes_is_as_without_checkpointing(kind: type[Remembers], calls: int) -> None:
+    class Repeats(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(calls):
+                for block in self.blocks:
+                    x = block(x)
+            return self.head(x)
+
+    found = []
+    for choice in (None, kind):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        model = Repeats()
+        model.blocks = nn.ModuleList(kind() for _ in range(2))
+        loop = TrainLoop(
+            model,
+            DataLoader(make_data(40), 16),
+            optimizer=optim.SGD(model.parameters(), lr=0.1),
+            criterion=nn.CrossEntropyLoss(),
+            accelerator="cpu",
+            progress_bar=False,
+            checkpoint_modules=choice,
+        )
+        loop.fit(num_epochs=2)
+        drawn = [*map(float, (torch.rand(1), np.random.rand(), random.random()))]
+        found.append([model.state_dict(), loop.history["loss"], [*map(of_attributes, model.blocks)], drawn])
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=0)
+    torch.testing.assert_close(found[1][1:], found[0][1:], rtol=0, atol=0)
+
+
+def test_masks_are_not_kept_twice() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("mask", torch.ones(2**19))  # 2 MiB
+            self.register_buffer("codes", torch.ones(2**19))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.codes.data.mul_(0.5)
+            return torch.tanh(self.linear(x) * self.mask[0])
+
+    masked = Masked()
+    states = ModuleStates([masked], module=masked)
+    masked(torch.ones(2, 8))
+    states.drop_unchanged()
+    mask, codes = masked.mask, masked.codes
+    with states.in_use():
+        assert masked.mask is mask
+        assert masked.codes is not codes
+        assert masked.codes[0] == 1
+    assert masked.codes is codes
+    assert codes[0] == 0.5

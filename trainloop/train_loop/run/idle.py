@@ -1,10 +1,10 @@
-"""Ranks without a batch: dummy forward passes that leave no trace, and errors for a model's own exchanges."""
+"""Forward passes that leave no trace, as ranks without a batch run them; errors for a model's own exchanges."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,16 +21,21 @@ from trainloop._metrics import Recorder
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop._support.nested import stored_items
+from trainloop.data.loader.generators import generators_in, set_states
 from trainloop.distributed.tensors import in_borrowed_batch
 from trainloop.errors import ConfigurationError
 from trainloop.optim.parameters import trained_modules
 from trainloop.parallel.sync_batchnorm import CpuSyncBatchNorm
 
-_TORCH_OWN = frozenset(vars(nn.Module()))
+_is_lazy: Callable[[Any], bool] = nn.parameter.is_lazy
+_TORCH_OWN = frozenset(vars(nn.Module())) - {"training"}
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, FunctionType, MethodType))
 _NO_STATE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, Dataset, DataLoader, Tensor)
 _MOST_CONTAINERS = 10_000
 _MOST_BYTES = 2**26
-"""Larger tensors and arrays in objects are data, rather than counts."""
+"""Larger tensors and arrays are data, rather than counts."""
+_LARGE_BYTES = 2**20
+"""Copies of larger tensors are not kept from a forward until its backward if the tensors stay the same."""
 
 
 class Idle:
@@ -65,59 +70,113 @@ class Idle:
         model = run.loop.model
         # A criterion may count or remember samples, too.
         parts = [part for module in trained_modules(model, run.loop.criterion) for part in module.modules()]
-        buffers = [(b, b.clone()) for part in parts for b in part.buffers(recurse=False)]
-        attributes = [(vars(part), _attributes_of(part)) for part in parts]
-        contents = _Contents(parts)
-        for _, saved in attributes:
-            contents.keep(value for value, _ in saved.values() if not isinstance(value, Tensor))
+        states, contents = ModuleStates(parts, model=model, criterion=run.loop.criterion), Contents(parts)
         contents.keep([run.loop.criterion])
         carried = carried_state_of(model)
         # Synchronized BatchNorm would wait for all ranks; here ranks with a batch normalise among themselves.
         synced = [part for part in parts if isinstance(part, (CpuSyncBatchNorm, nn.SyncBatchNorm))]
-        training = [part.training for part in synced]
-        for part in synced:
-            part.training = False
         try:
-            with run.listening(Recorder()), rng.isolated(), in_borrowed_batch():
+            with states.in_use(), run.listening(Recorder()), rng.isolated(), in_borrowed_batch():
+                for part in synced:
+                    part.training = False
                 yield
         finally:
-            for part, flag in zip(synced, training, strict=True):
-                part.training = flag
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-                contents.restore()
-                for current, saved in attributes:
-                    _restore_attributes(current, saved)
+            contents.restore()
             load_carried_state(model, [carried], 0, 1)
 
 
-def _attributes_of(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Return a module's attributes, except ``nn.Module``'s own, each tensor with a copy."""
-    return {name: (value, _copied(value)) for name, value in vars(module).items() if name not in _TORCH_OWN}
+class ModuleStates:
+    """The attributes, buffers and generators of modules as they are now, for a forward that must not change them.
+
+    Parameters
+    ----------
+    modules : iterable of nn.Module
+        Modules, with all modules inside them.
+    **holders : object
+        The model, and a criterion of any kind, whose generators are kept.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], **holders: Any) -> None:
+        parts = list(modules)
+        self._parts = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
+        # Scripted modules take no other buffers, and what is lazy now gets its first values in place.
+        scripted = [b for part in parts if isinstance(part, torch.jit.ScriptModule) for b in part.buffers()]
+        self._in_place = [*scripted, *(b for part in self._parts for b in part.buffers(recurse=False) if _is_lazy(b))]
+        self._attributes = [_own(part) for part in self._parts]
+        self._buffers = [dict(part._buffers) for part in self._parts]
+        values = [value for own in (*self._attributes, *self._buffers) for value in own.values()]
+        tensors = {id(value): (value, _copied(value)) for value in values if isinstance(value, Tensor)}
+        self._copies = {key: both for key, both in tensors.items() if both[0] is not both[1]}
+        self._contents = self._contents_now()
+        self._generators = generators_in(**holders)
+        self._of_generators = {name: one.get_state() for name, one in self._generators.items()}
+
+    def _contents_now(self) -> Contents:
+        contents = Contents(self._parts)
+        values = [value for part in self._parts for value in _own(part).values() if not isinstance(value, Tensor)]
+        contents.keep([*values, *self._in_place])
+        return contents
+
+    def drop_unchanged(self) -> None:
+        """Free the copies of large tensors that are still the same, such as masks. May wait for the device."""
+        self._copies = {key: both for key, both in self._copies.items() if not _is_same_large(*both)}
+        self._contents.drop_unchanged()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside the context, the modules have this state; at its end, they have what they had at its beginning.
+
+        They get copies: tensors that are restored in place would be other ones for autograd.
+        """
+        before, contents = [dict(vars(part)) for part in self._parts], self._contents_now()
+        generators = {name: one.get_state() for name, one in self._generators.items()}
+        self._contents.restore()
+        copies = {key: copied.clone() for key, (_, copied) in self._copies.items()}
+        for part, attributes, buffers in zip(self._parts, self._attributes, self._buffers, strict=True):
+            own = {name: copies.get(id(value), value) for name, value in attributes.items()}
+            _set(vars(part), {**own, "_buffers": {name: copies.get(id(b), b) for name, b in buffers.items()}})
+        set_states(self._generators, self._of_generators)
+        try:
+            yield
+        finally:
+            for part, own in zip(self._parts, before, strict=True):
+                _set(vars(part), own)
+            set_states(self._generators, generators)
+            contents.restore()
 
 
-def _copied(value: Any) -> Any:
-    if type(value) is Tensor:
-        # An attribute may refer to gathered parameters, whose memory fsdp frees.
-        readable = value.layout == torch.strided and not value.is_meta and value.untyped_storage().nbytes() > 0
-        return value.clone() if readable and not value.is_inference() else value
-    return value
+def _own(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes, except ``nn.Module``'s own."""
+    return {name: value for name, value in vars(module).items() if name not in _TORCH_OWN}
 
 
-def _restore_attributes(current: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
-    for name, (value, before) in saved.items():
-        current[name] = value
-        _copy_back(value, before)
+def _set(attributes: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name in attributes.keys() - values.keys() - _TORCH_OWN:
+        del attributes[name]
+    attributes.update(values)
 
 
-def _copy_back(value: Any, before: Any) -> None:
-    if before is not value and value.untyped_storage().nbytes() > 0 and not torch.equal(value, before):
-        value.copy_(before)
+def _copied(value: Tensor) -> Tensor:
+    """Return a copy of a tensor; the tensor itself if it is a parameter, has a graph, has no values, or is data."""
+    if _is_lazy(value) or isinstance(value, nn.Parameter) or value.requires_grad or value.is_meta:
+        return value
+    if value.is_inference() or value.numel() * value.element_size() > _MOST_BYTES:
+        return value
+    # An attribute may refer to gathered parameters, whose memory fsdp frees.
+    freed = type(value) is Tensor and value.layout is torch.strided and value.untyped_storage().nbytes() == 0
+    return value if freed and value.numel() else value.clone()
 
 
-class _Contents:
-    """The contents of containers and of objects such as meters, however nested, as they were before a dummy forward.
+def _is_same_large(value: Any, copied: Any) -> bool:
+    """Return True for a large tensor that is still the same. Waits for the device."""
+    if copied is value or not isinstance(value, Tensor) or value.numel() * value.element_size() <= _LARGE_BYTES:
+        return False
+    # By values, since code such as ``codebook.data.mul_(0.9)`` changes no version.
+    return torch.equal(value, copied)
+
+
+class Contents:
+    """The contents of containers and of objects such as meters, however nested, as they were before a forward.
 
     Tensors and arrays in lists are not copied: lists collect outputs, which nobody changes in place.
 
@@ -136,12 +195,12 @@ class _Contents:
         found = list(values)
         while found and len(self._kept) < _MOST_CONTAINERS:
             value = found.pop()
-            if id(value) in self._kept or id(value) in self._elsewhere:
+            if type(value) in _PLAIN or id(value) in self._kept or id(value) in self._elsewhere:
                 continue
             if isinstance(value, (list, deque, tuple, set)):
                 contents: Any = stored_items(value)
                 found.extend(item for item in contents if not isinstance(item, (Tensor, np.ndarray)))
-            elif type(value) is Tensor and value.numel() * value.element_size() <= _MOST_BYTES:
+            elif isinstance(value, Tensor):
                 contents = _copied(value)
             elif isinstance(value, np.ndarray):
                 if not value.flags.writeable or value.nbytes > _MOST_BYTES:
@@ -154,11 +213,16 @@ class _Contents:
                 continue
             self._kept[id(value)] = value, contents
 
+    def drop_unchanged(self) -> None:
+        """Free the copies of large tensors that are still the same. May wait for the device."""
+        self._kept = {key: kept for key, kept in self._kept.items() if not _is_same_large(*kept)}
+
     def restore(self) -> None:
         """Undo all changes of contents since :meth:`keep`."""
         for value, before in self._kept.values():
             if isinstance(value, Tensor):
-                _copy_back(value, before)
+                if before is not value:
+                    value.data.copy_(before)  # for autograd, it is still the same
             elif isinstance(value, np.ndarray):
                 value[...] = before
             elif isinstance(value, list):

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainloop._support import rng
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
+from trainloop.train_loop.run.idle import ModuleStates
 
 
 def chosen_modules(model: nn.Module, choice: Any) -> list[nn.Module]:
@@ -80,15 +82,15 @@ def recomputing(model: nn.Module, choice: Any) -> Iterator[None]:
 
 
 def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]:
-    from torch.utils.checkpoint import checkpoint  # torch 2.6 imports sympy here (0.2 s)
-
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = partial(cls.forward, self)
         # Without gradients, there is no backward that would need activations.
         if not torch.is_grad_enabled():
             return own(*args, **kwargs)
-        contexts = partial(_contexts, self, logging)
-        return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        run = _checkpointed
+        if torch.compiler.is_compiling():
+            run = torch.compiler.disable(run, recursive=False)
+        return run(self, logging, own, args, kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
         """Ensure that copies and pickles are instances of the user's own class."""
@@ -99,8 +101,17 @@ def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]
     return type(cls.__name__, (cls,), own)
 
 
-def _contexts(module: nn.Module, logging: list[TTModel]) -> tuple[Any, Any]:
-    return nullcontext(), _Reentered(partial(_hidden_recomputation, module, logging))
+def _checkpointed(module: nn.Module, logging: list[TTModel], forward: Any, args: Any, kwargs: Any) -> Any:
+    from torch.utils.checkpoint import checkpoint  # torch 2.6 imports sympy here (0.2 s)
+
+    before = _Forward(module, logging)
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), _Reentered(before.again)
+
+    output = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    before.states.drop_unchanged()
+    return output
 
 
 class _Reentered:
@@ -121,18 +132,26 @@ class _Reentered:
         return self._entered.pop().__exit__(*error)
 
 
-@contextmanager
-def _hidden_recomputation(module: nn.Module, logging: list[TTModel]) -> Iterator[None]:
-    """Keep the repeated computation from logging, and from updating BatchNorm's running statistics."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    logging = [*logging, *(part for part in module.modules() if isinstance(part, TTModel))]  # dp replica
-    sinks = [part.__dict__.pop("_log_sink", None) for part in logging]
-    try:
-        yield
-    finally:
-        for part, sink in zip(logging, sinks):
-            if sink is not None:
-                part.__dict__["_log_sink"] = sink
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+class _Forward:
+    """What a module's forward reads beside its inputs and parameters, as it is before the forward."""
+
+    def __init__(self, module: nn.Module, logging: list[TTModel]) -> None:
+        parts = list(module.modules())
+        self._logging = [*logging, *(part for part in parts if isinstance(part, TTModel))]  # dp has replicas
+        self.states = ModuleStates(parts, module=module)
+        self._random = rng.read(devices=False)  # torch restores its own states, but not Python's and numpy's
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Let the forward compute the same values again; it changes nothing, and logs nothing."""
+        now = rng.read(devices=False)
+        with self.states.in_use():
+            sinks = [part.__dict__.pop("_log_sink", None) for part in self._logging]
+            self._random.restore()
+            try:
+                yield
+            finally:
+                now.restore()
+                for part, sink in zip(self._logging, sinks):
+                    if sink is not None:
+                        part.__dict__["_log_sink"] = sink
