@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Subset, TensorDataset
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from trainloop.data.source.tensors import TensorRows, loader_batches
 
@@ -47,3 +48,9 @@ def test_indices_of_any_kind_are_those_of_the_dataset(indices: list[Any]) -> Non
     assert rows is not None
     ((expected, found),) = zip(loader, loader_batches(rows, loader), strict=True)
     assert all(map(torch.equal, expected, found))
+
+
+def test_tensors_that_a_script_collates_otherwise_are_not_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(5)), 2)
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, *, collate_fn_map=None: -torch.stack(batch))
+    assert TensorRows.of(loader) is None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, Subset, TensorDataset
+from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data.dataloader import default_collate
 
 from trainloop.data.order.orders import batches_of, rest_of
@@ -43,6 +44,8 @@ class TensorRows:
         """Return the rows of a loader's dataset; None if the loader does not just index these rows."""
         pinned = _pins(loader)
         if not loads_batches_here(loader, pinned=pinned) or loader.collate_fn is not default_collate:
+            return None
+        if default_collate_fn_map[Tensor].__module__ != default_collate.__module__:  # the script's own
             return None
         dataset, rows = loader.dataset, None
         while type(dataset) is Subset:
