@@ -212,7 +212,7 @@ FOREIGN: dict[str, str] = {
     "train_loop/execution/handover.py": "_non_persistent_buffers_set",
     "_launch/rank_process.py": "_run_exitfuncs _shutdown",
     "_launch/script/settings.py": (
-        "_validate_args _global_backward_hooks _global_backward_pre_hooks _global_forward_hooks "
+        "_KL_REGISTRY _validate_args _global_backward_hooks _global_backward_pre_hooks _global_forward_hooks "
         "_global_forward_hooks_always_called _global_forward_hooks_with_kwargs _global_forward_pre_hooks "
         "_global_is_full_backward_hook _global_optimizer_post_hooks _global_optimizer_pre_hooks"
     ),

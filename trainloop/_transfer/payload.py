@@ -63,18 +63,23 @@ class PayloadHandle:
         )
         with load_device(device), noting_classes(), _numbered(received or {}), explained_rebuilding():
             obj, names = pickle.loads(view[: self.stream_size], buffers=buffers)
-        main = sys.modules["__main__"].__dict__
-        for name, definition in names.items():
-            if name not in main or name in _sent_to_main:  # the newest definitions of a script or cell
-                main[name] = definition
-                _sent_to_main.add(name)
+        define_in_main(names)
         return obj
 
 
 _sent_to_main: set[str] = set()
 
 
-class _LateNames:
+def define_in_main(names: Mapping[str, Any]) -> None:
+    """Add definitions of the sender's ``__main__`` to this process's; it keeps those of its own."""
+    main = sys.modules["__main__"].__dict__
+    for name, definition in names.items():
+        if name not in main or name in _sent_to_main:  # the newest definitions of a script or cell
+            main[name] = definition
+            _sent_to_main.add(name)
+
+
+class LateNames:
     """The definitions of ``__main__`` that a pickler has sent by value; the pickler must pickle this object last."""
 
     def __init__(self, names: Mapping[str, Any]) -> None:
@@ -135,7 +140,7 @@ def _pickled(
     with open(fd, "wb", closefd=False, buffering=1 << 20) as file:
         pickler = Pickler(file, buffers.append)
         try:
-            pickler.dump((obj, _LateNames(pickler.main_names)))
+            pickler.dump((obj, LateNames(pickler.main_names)))
         except Exception as error:  # whatever a user's __reduce__ or __getstate__ raises
             raise UnpicklableError(explain(roots, error)) from error
         return file.tell(), buffers, pickler.copies

@@ -278,6 +278,7 @@ _BY_NAME = {
     threading.BoundedSemaphore,
     type(threading.Lock()),
     type(threading.RLock()),
+    torch.library.CustomOpDef,
 }
 
 _of_modules: dict[int, tuple[object, str, str]] = {}  # by id: the object (so that the id stays its own), module, name
@@ -286,7 +287,8 @@ _of_modules: dict[int, tuple[object, str, str]] = {}  # by id: the object (so th
 def _reduce_by_name(pickler: Pickler, obj: object) -> Any:
     """Send an object by the name that a module gives it, as each process has its own; other objects by default.
 
-    A bare ``object()`` is a sentinel, which its library compares by ``is``. Locks and context variables can't be sent.
+    A bare ``object()`` is a sentinel, which its library compares by ``is``. Locks, context variables and operators
+    (``torch.library.custom_op``) can't be sent.
     """
     if id(obj) not in _of_modules:
         modules = [one for one in tuple(sys.modules.values()) if isinstance(one, types.ModuleType)]

@@ -279,6 +279,9 @@ _ADVICE = {
     "subprocess": f"A running program belongs to the process that started it: {_LAZILY}",
     "multiprocessing": f"Create it with torch.multiprocessing.get_context('spawn'), or {_LAZILY}",
     "logging": f"A handler has a lock: keep the logger, which is sent by name, or {_LAZILY}",
+    "_DispatchModule": (
+        "An operator (torch.library.custom_op) can't be copied: define it in a module that the script imports."
+    ),
     "Stream": f"A stream belongs to one process's GPU context: {_LAZILY}",
     "Event": f"An event belongs to one process: {_LAZILY}",
 }

@@ -74,6 +74,27 @@ def have_torchs_train(modules: Sequence[nn.Module]) -> bool:
     return {getattr(module.train, "__func__", None) for module in modules} == {nn.Module.train}
 
 
+def set_modes(parts: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    """Set the mode of each module, and nothing else: no module's ``train()`` is called."""
+    for part, training in zip(parts, modes, strict=True):
+        if part.training is not training:  # reading is ten times as fast as assigning
+            if "training" in part.__dict__:  # nn.Module.__setattr__ first searches parameters, modules and buffers
+                part.__dict__["training"] = training
+            else:  # a scripted module, or a property
+                part.training = training
+
+
+def restore_modes(parts: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    """Set the mode of each module by its ``train()``, which may undo what ``eval()`` did, such as merge LoRA's weights.
+
+    ``parts``: a module comes before those inside it, as in ``model.modules()``.
+    """
+    for part, training in zip(parts, modes, strict=True):
+        if part.training is not training:
+            part.train(training)
+    set_modes(parts, modes)  # a train() decides about modes, too
+
+
 def named_trained_parameters(
     model: nn.Module, criterion: Any, optimizer: Optimizer | MultiOptimizer | None = None
 ) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,8 @@ import gc, json, logging, multiprocessing, os, sys, tempfile, warnings
 import numpy as np
 import torch
 from torch import nn, optim
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 
 log = logging.getLogger("my.project")
@@ -57,8 +58,22 @@ def readings():
         "captured": warnings.showwarning.__module__,
         "logger": logging.getLoggerClass().__name__,
         "temporary": tempfile.gettempdir(),
+        "divergence": torch.distributions.kl_divergence(Shifted(0, 1), Shifted(0, 1)),
+        "collated": type(default_collate([Sample()])["rows"]).__name__,
         "collector": [gc.isenabled(), gc.get_threshold()],
     }
+
+class Shifted(torch.distributions.Normal):
+    pass
+
+class Sample:  # a class that default_collate does not know, and that only a registered function makes
+    pass
+
+def collate_samples(samples, *, collate_fn_map=None):
+    return {"rows": Sample()}
+
+torch.distributions.register_kl(Shifted, Shifted)(lambda p, q: 7)  # that of Normal would be 0
+default_collate_fn_map[Sample] = collate_samples
 
 class Rows(Dataset):
     def __len__(self):

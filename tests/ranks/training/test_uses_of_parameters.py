@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -505,6 +506,45 @@ def test_a_kept_view_of_a_gathered_parameter_warns_in_fsdp() -> None:
     with pytest.raises(WorkerFailedError, match=r"the attribute last of Keeps shares the memory of c\.weight.*\.clone"):
         trained(Keeps(), "fsdp")
     trained(Keeps("clone"), "fsdp")
+
+
+class Boxed(nn.Module):
+    def __init__(self, kind: Any, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(inputs, outputs, dtype=D)
+
+    def forward(self, x: Any) -> Any:
+        return self.kind(value=self.layer(x.value if isinstance(x, self.kind) else x).tanh())
+
+
+class Box:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+@dataclass
+class DataBox:
+    value: Tensor
+
+
+class Boxes(Net):
+    """Its blocks return objects."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.a, self.b = Boxed(kind, 3, 8), Boxed(kind, 8, 8)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.c(self.b(self.a(x)).value), y)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_outputs_of_blocks_in_fsdp_are_objects_in_which_torch_finds_tensors() -> None:
+    single, sharded = (trained(Boxes(DataBox), mode, units=[Boxed])[0] for mode in ("single", "fsdp"))
+    torch.testing.assert_close(sharded, single, rtol=0, atol=1e-12)
+    with pytest.raises(WorkerFailedError, match=r"returns in an object .* a dict or a dataclass"):
+        trained(Boxes(Box), "fsdp", units=[Boxed])
 
 
 class Apart(TTModel):

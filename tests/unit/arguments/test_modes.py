@@ -139,3 +139,51 @@ def test_a_train_method_of_ones_own_decides() -> None:
     model, modes = Freezing(), Modes(thaw)
     fit(model, modes)
     assert modes.seen == [BODY] * 4 + [[]] * 4
+
+
+class Merged(nn.Linear):
+    """A layer of LoRA: ``eval()`` adds the low-rank weights to the frozen ones, and ``train()`` subtracts them."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.weight.requires_grad_(False)
+        self.low = nn.Parameter(torch.randn(outputs, 1))
+        self.high = nn.Parameter(torch.randn(1, inputs))
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Merged:
+        super().train(mode)
+        if mode is self.merged:
+            self.weight.data += (self.low @ self.high) * (-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.merged else super().forward(x) + x @ self.high.T @ self.low.T
+
+
+class LoRA(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(Merged(8, 16), Merged(16, 16))
+
+
+def test_what_eval_changes_is_undone_after_each_evaluation() -> None:
+    class Evaluates(Modes):
+        def on_batch_end(self) -> None:
+            self.train_loop_obj.evaluate_loss_on_validation_set()
+
+    ours, theirs = LoRA().double(), LoRA().double()
+    loader = [(x.double(), y) for x, y in DataLoader(make_data(64), 16)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (ours, theirs)]
+    tl = TrainLoop(ours, loader, loader, None, optimizers[0], nn.CrossEntropyLoss(), progress_bar=False)
+    tl.fit(num_epochs=2, callbacks=[Evaluates()])
+    for x, y in loader * 2:
+        theirs.train()
+        nn.functional.cross_entropy(theirs(x), y).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        theirs.eval()
+    theirs.train()
+    assert not any(part.merged for part in ours.body)
+    assert reference.largest_difference(ours, theirs) < 1e-12

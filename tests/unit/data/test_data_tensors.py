@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Subset, TensorDataset
+from torch.utils.data._utils.collate import default_collate_fn_map
 
-from trainloop.data.source.tensors import TensorRows
+from trainloop.data.source.tensors import TensorRows, loader_batches
 
 
 @pytest.mark.parametrize("number", [0, 1, 7, 8, 7 * 256, 7 * 256 + 3, 4 * 7 * 256 + 7])
@@ -22,3 +26,31 @@ def test_batches_of_many_indices_are_those_of_a_batch_sampler(number: int, subse
     assert len(found) == len(expected)
     for batch, other in zip(found, expected, strict=True):
         assert all(map(torch.equal, batch, other))
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        [(4, 0), (1, 2), (0, 0)],
+        [slice(0, 2), slice(3, 5)],
+        [torch.tensor([1, 2]), torch.tensor([4, 0])],
+        [numpy.uint8(3), numpy.uint8(1)],
+        [numpy.int32(-1), numpy.int32(1)],
+        [True, True],
+        [None, None],
+    ],
+    ids=["a row and a column", "slices", "tensors", "uint8", "int32", "bools", "None"],
+)
+def test_indices_of_any_kind_are_those_of_the_dataset(indices: list[Any]) -> None:
+    image = TensorDataset(torch.arange(30).view(5, 3, 2), torch.arange(15).view(5, 3))
+    loader = DataLoader(image, batch_sampler=[indices])
+    rows = TensorRows.of(loader)
+    assert rows is not None
+    ((expected, found),) = zip(loader, loader_batches(rows, loader), strict=True)
+    assert all(map(torch.equal, expected, found))
+
+
+def test_tensors_that_a_script_collates_otherwise_are_not_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(5)), 2)
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, *, collate_fn_map=None: -torch.stack(batch))
+    assert TensorRows.of(loader) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import sys
 import warnings
 from collections.abc import Iterator
@@ -236,4 +235,4 @@ def test_what_cannot_be_set_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(settings, "SETTINGS", [Setting("some.engine", lambda: 1, refuse)])
     with pytest.warns(UserWarning, match=r"could not apply the setting some\.engine=2 of .*: no such engine"):
-        apply_settings(pickle.dumps({"some.engine": 2}))
+        settings.write_settings({"some.engine": 2})

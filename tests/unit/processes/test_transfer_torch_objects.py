@@ -36,7 +36,14 @@ def there_and_back(obj: Any) -> Any:
 
 # -- by name -----------------------------------------------------------------------------------------------------------
 
+
+@torch.library.custom_op("tests_of_transfer::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
 NAMED: dict[str, Callable[[], Any]] = {
+    "operator of a module": lambda: twice,
     "torch.backends": lambda: torch.backends,
     "cudnn": lambda: torch.backends.cudnn,
     "mkldnn": lambda: torch.backends.mkldnn,
@@ -74,6 +81,15 @@ def test_a_function_of_the_script_may_switch_backends() -> None:
         assert torch.backends.cudnn.benchmark is not before
     finally:
         torch.backends.cudnn.benchmark = before
+
+
+def test_an_operator_of_the_script_is_named_with_what_to_do() -> None:
+    @torch.library.custom_op("tests_of_transfer::twice_here", mutates_args=())
+    def twice_here(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    with pytest.raises(UnpicklableError, match=r"An operator \(torch\.library\.custom_op\) .* define it in a module"):
+        there_and_back(lambda: twice_here)
 
 
 def test_number_limits_travel() -> None:

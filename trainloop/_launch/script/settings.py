@@ -27,13 +27,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch.backends import cuda, mha
-from torch.distributions import Distribution
+from torch.distributions import Distribution, kl
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as torch_optimizer
 from torch.sparse import check_sparse_tensor_invariants as invariants
+from torch.utils.data._utils.collate import default_collate_fn_map  # torch's documentation of default_collate names it
 from torch.utils.hooks import RemovableHandle
 
 from trainloop._support.user_line import set_user_place, user_place, warn
+from trainloop._transfer.payload import LateNames, define_in_main
 from trainloop._transfer.pickling import Pickler
 
 _LINE = "the line that warnings point to"  # sent with the settings, but not a setting itself: it differs between calls
@@ -79,13 +81,20 @@ def dumped_settings() -> bytes:
 
 def _dumped(value: Any) -> bytes:
     file = io.BytesIO()
-    Pickler(file).dump(value)  # a warning's class may be defined in the script
+    pickler = Pickler(file)
+    pickler.dump((value, LateNames(pickler.main_names)))  # a warning's class may be defined in the script
     return file.getvalue()
+
+
+def _loaded(dumped: bytes) -> Any:
+    value, names = pickle.loads(dumped)
+    define_in_main(names)
+    return value
 
 
 def apply_settings(dumped: bytes) -> None:
     """Apply another process's settings, in the order of the table; skip settings that are equal here."""
-    values: dict[str, Any] = pickle.loads(dumped)
+    values: dict[str, Any] = _loaded(dumped)
     if _LINE in values:
         set_user_place(values.pop(_LINE))
     write_settings(values)
@@ -325,6 +334,16 @@ def _write_hooks_of_all(hooks: list[tuple[Any, Any, dict[str, bool]]]) -> None:
             _handles.append(((register, hook, options), register(hook, **options)))
 
 
+def _read_divergences() -> dict[tuple[type, type], Any]:
+    # Private: there is no public way to read them; without it, nothing is sent.
+    return {kinds: f for kinds, f in kl._KL_REGISTRY.items() if f.__module__ != kl.__name__}
+
+
+def _write_divergences(functions: dict[tuple[type, type], Any]) -> None:
+    for kinds, function in functions.items():
+        kl.register_kl(*kinds)(function)
+
+
 def _write_next_hook(number: int) -> None:
     RemovableHandle.next_id = max(RemovableHandle.next_id, number)
 
@@ -337,7 +356,7 @@ def _write_log_streams(handlers: dict[str, list[tuple[str, int, Any]]]) -> None:
         for stream, level, formatter in made:
             handler = logging.StreamHandler(getattr(sys, stream))
             handler.setLevel(level)
-            handler.setFormatter(pickle.loads(formatter))
+            handler.setFormatter(_loaded(formatter))
             log.addHandler(handler)
 
 
@@ -447,6 +466,9 @@ SETTINGS: list[Setting] = [
     Setting("torch.nn.modules.module.register_module_forward_hook", _read_hooks_of_all, _write_hooks_of_all),
     # Pickled hooks of modules and tensors keep their numbers: a new hook must not replace one of them.
     Setting("torch.utils.hooks.RemovableHandle", lambda: RemovableHandle.next_id, _write_next_hook),
+    # Functions that a script registers: torch looks them up by classes.
+    Setting("torch.distributions.register_kl", _read_divergences, _write_divergences),
+    Setting("default_collate_fn_map", lambda: dict(default_collate_fn_map), default_collate_fn_map.update),
     Setting("numpy.set_printoptions", np.get_printoptions, lambda value: np.set_printoptions(**value)),
     Setting("tempfile.tempdir", lambda: tempfile.tempdir, lambda value: setattr(tempfile, "tempdir", value)),
     Setting("sys.set_int_max_str_digits", sys.get_int_max_str_digits, sys.set_int_max_str_digits),

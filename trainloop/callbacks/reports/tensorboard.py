@@ -31,6 +31,7 @@ from trainloop.checkpoint.storage import folder, why_not_writable
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import optimizers_of
+from trainloop.optim.parameters import restore_modes
 
 __all__ = ["TensorBoard"]
 
@@ -353,7 +354,8 @@ class TensorBoard(Tracker):
         model = self.train_loop_obj.model
         inputs = self.graph_input if isinstance(self.graph_input, tuple) else (self.graph_input,)
         inputs = tuple(x.to(model.device) if isinstance(x, Tensor) else x for x in inputs)
-        modes = [(module, module.training) for module in model.modules()]
+        parts = list(model.modules())
+        modes = [part.training for part in parts]
         # Drawing the graph runs the model once. Random numbers, running statistics and logs must stay unchanged.
         sink = model.__dict__.pop("_log_sink", None)
         cuda = [model.device] if model.device.type == "cuda" else []
@@ -368,8 +370,7 @@ class TensorBoard(Tracker):
                     "forward takes, as a tensor or a tuple; leave it out if the model can't be traced."
                 ) from error
             finally:
-                for module, training in modes:
-                    module.training = training
+                restore_modes(parts, modes)
                 if sink is not None:
                     model.__dict__["_log_sink"] = sink
         self._open().write(graph_def=graph_def.SerializeToString())

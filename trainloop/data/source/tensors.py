@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, Subset, TensorDataset
+from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data.dataloader import default_collate
 
 from trainloop.data.order.orders import batches_of, rest_of
@@ -21,6 +22,7 @@ class TensorRows:
 
     Parameters
     ----------
+    dataset : Dataset
     tensors : tuple of Tensor
         Tensors of the dataset: contiguous, on the CPU, without gradients.
     rows : Tensor or None
@@ -29,7 +31,10 @@ class TensorRows:
         Return batches in pinned memory, from which a GPU can copy while the host continues.
     """
 
-    def __init__(self, tensors: tuple[Tensor, ...], rows: Tensor | None, pinned: bool = False) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], tensors: tuple[Tensor, ...], rows: Tensor | None, pinned: bool = False
+    ) -> None:
+        self._dataset = dataset
         self._tensors = tensors
         self._rows = rows
         self._pinned = pinned
@@ -39,6 +44,8 @@ class TensorRows:
         """Return the rows of a loader's dataset; None if the loader does not just index these rows."""
         pinned = _pins(loader)
         if not loads_batches_here(loader, pinned=pinned) or loader.collate_fn is not default_collate:
+            return None
+        if default_collate_fn_map[Tensor].__module__ != default_collate.__module__:  # the script's own
             return None
         dataset, rows = loader.dataset, None
         while type(dataset) is Subset:
@@ -60,7 +67,7 @@ class TensorRows:
             dataset = dataset.dataset
         if type(dataset) is not TensorDataset or not all(map(_is_plain_tensor, dataset.tensors)):
             return None
-        return cls(dataset.tensors, rows, pinned)
+        return cls(loader.dataset, dataset.tensors, rows, pinned)
 
     def slice(self, start: int, stop: int) -> list[Tensor]:
         """Return a copy of the rows ``start`` to ``stop`` as a batch."""
@@ -84,11 +91,16 @@ class TensorRows:
         """Return the batch for a list of indices, as yielded by a sampler."""
         if self._rows is None and self._are_consecutive(indices):  # the usual case of an evaluation
             return self.slice(indices[0], indices[-1] + 1)
-        index = torch.as_tensor(indices, device="cpu")
-        if self._rows is not None:
-            index = self._rows[index]
-        # Not index_select: negative indices count from the end, like in the dataset.
-        batch = [tensor[index] for tensor in self._tensors]
+        try:
+            index = torch.as_tensor(indices, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            index = None
+        if index is None or index.dtype != torch.int64 or index.dim() != 1:  # slices, or tuples of a row and a column
+            batch = default_collate([self._dataset[one] for one in indices])
+        else:
+            # Not index_select: negative indices count from the end, like in the dataset.
+            rows = index if self._rows is None else self._rows[index]
+            batch = [tensor[rows] for tensor in self._tensors]
         return [tensor.pin_memory() for tensor in batch] if self._pinned else batch
 
     def _are_consecutive(self, indices: list[Any]) -> bool:

@@ -87,9 +87,10 @@ def explain_sharded(error: Exception) -> None:
         raise ConfigurationError(
             "gpu_mode='fsdp': backward needs a module's gathered parameters again after they were freed. The usual "
             "cause is a gradient penalty (torch.autograd.grad(..., create_graph=True)) before another forward pass of "
-            "the same loss: compute the penalty after all forward passes. Another cause is an entry of a MultiLoss "
-            "that depends on a tensor which a block keeps as an attribute: return the tensor from the block's forward. "
-            f"Or use gpu_mode='ddp'. torch says: {text}"
+            "the same loss: compute the penalty after all forward passes. Another cause is a loss that depends on a "
+            "tensor which a block keeps as an attribute, or returns in an object in which torch finds no tensors: "
+            "return the tensor, a dict or a dataclass from the block's forward, or pass fsdp_model_args="
+            f"{{'reshard_after_forward': False}}. Or use gpu_mode='ddp'. torch says: {text}"
         ) from error
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from trainloop._metrics import EpochEnd, Recorder
 from trainloop._support.reduction import FunctionCall, SumRule, functional_losses, graph_of_losses
 from trainloop.errors import ConfigurationError
-from trainloop.optim.parameters import have_torchs_train
+from trainloop.optim.parameters import have_torchs_train, restore_modes, set_modes
 from trainloop.train_loop.run.losses import BatchLoss
 from trainloop.train_loop.run.rows import (
     Predictions,
@@ -44,25 +44,18 @@ def evaluating(*modules: nn.Module, parts: Sequence[nn.Module] | None = None) ->
     if parts is None:
         parts = [part for module in modules for part in module.modules()]
     before = [part.training for part in parts]
+    only_flags = have_torchs_train(parts)
     try:  # Ctrl-C may interrupt the change of modes
-        if have_torchs_train(parts) and all(type(module).eval is nn.Module.eval for module in modules):
-            _set_modes(parts, [False] * len(parts))
+        if only_flags and all(type(module).eval is nn.Module.eval for module in modules):
+            set_modes(parts, [False] * len(parts))
         else:
             for module in modules:
                 module.eval()
         with torch.no_grad():
             yield
     finally:
-        _set_modes(parts, before)  # predictions may have switched dropout on (Monte Carlo dropout)
-
-
-def _set_modes(parts: Sequence[nn.Module], modes: Sequence[bool]) -> None:
-    for part, training in zip(parts, modes, strict=True):
-        if part.training is not training:  # reading is ten times as fast as assigning
-            if "training" in part.__dict__:  # nn.Module.__setattr__ first searches parameters, modules and buffers
-                part.__dict__["training"] = training
-            else:  # a scripted module, or a property
-                part.training = training
+        # Predictions may have switched dropout on (Monte Carlo dropout).
+        (set_modes if only_flags else restore_modes)(parts, before)
 
 
 def mean_loss(
