@@ -208,12 +208,15 @@ def check_same_model(
     Torch assigns tensors to each other by their places. In a model that is built from a set, whose order differs
     between processes, it would average the gradients of different layers.
     """
+    registered = [*module.named_parameters(), *module.named_buffers()]
     mine = [
         f"{name} ({str(t.dtype).removeprefix('torch.')} of shape {list(t.shape)}, requires_grad={t.requires_grad})"
-        for name, t in (*module.named_parameters(), *module.named_buffers())
+        for name, t in registered
         if name not in ignored and f".{name}" not in ignored  # as torch names what is the root's own
     ]
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    # The module's GPU, which is not always the current one: NCCL allows one rank per GPU.
+    gpus = [t.device for _, t in registered if t.device.type == "cuda"]
+    device = torch.device("cpu") if dist.get_backend(group) != "nccl" else gpus[0] if gpus else torch.device("cuda")
 
     def differing(numbers: list[int]) -> list[bool]:
         both = torch.tensor([numbers, [-number for number in numbers]], device=device)
