@@ -301,10 +301,11 @@ class _Prefixed(GuardedStream):
             self.write("\n")
 
 
-class _Swallowed(io.TextIOBase):
-    """Drop all text, and report the first line."""
+class _Swallowed(GuardedStream):
+    """Drop all text, and report the first line. Other attributes are those of the stream, as on rank 0."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, stream: Any, name: str, report: Report) -> None:
+        super().__init__(stream, name)
         self._report: Report | None = report
         self._line = ""
 
@@ -317,8 +318,8 @@ class _Swallowed(io.TextIOBase):
                 report(f"printed a line that is not shown ({_short(line)}), because only rank 0 writes to stdout")
         return len(text)
 
-    def writable(self) -> bool:
-        return True
+    def isatty(self) -> bool:
+        return False
 
 
 class _SwallowedRecords(HandlerOfRank):
@@ -428,7 +429,7 @@ def rank_streams(me: Rank, sender: Sender | None, targets: Targets, report: Repo
         elif name == "stderr" or _all_output_shown():
             streams.append(_Prefixed(stream, name, f"[rank {me.rank}] "))
         else:
-            streams.append(_Swallowed(report))
+            streams.append(_Swallowed(stream, name, report))
         setattr(sys, name, streams[-1])
     try:
         yield

@@ -285,7 +285,7 @@ class Recorder:
             if before is not None and before.asked == asked:  # another thread has registered it
                 return before
             self._check(name, value, asked, before)
-            key = name if name.startswith(self._prefix) else self._prefix + name
+            key = ("" if name.startswith(self._prefix) else self._prefix) + name  # plain text of an enum's member
             options = self._options(asked)
             series = self._series.get(key)
             if (series is not None and series.options.part is not None) or key in self._reserved:

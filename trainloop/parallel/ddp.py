@@ -30,6 +30,7 @@ from trainloop.parallel.transparent import (
     SharedName,
     Transparent,
     check_not_lazy,
+    check_same_model,
     check_sendable,
 )
 
@@ -66,7 +67,8 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     Raises
     ------
     ConfigurationError
-        If there is no process group, or the module has lazy parameters.
+        If there is no process group, if the module has lazy parameters, or if the ranks' modules differ in names,
+        order, shapes, dtypes or flags of parameters and buffers.
     RuntimeError
         If no parameter requires a gradient; or, in the next forward, if a backward left parameters without a gradient.
         The message names these parameters (see ``find_unused_parameters``).
@@ -111,6 +113,13 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
             if len(devices) == 1 and trained[0].is_cuda:
                 device_ids = [trained[0].device]
         guard_process()
+        if ddp_args.get("init_sync", True):
+            mesh = ddp_args.get("device_mesh")
+            group = ddp_args.get("process_group") if mesh is None else mesh.get_group(0)
+            ignored = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+            if ddp_args.get("broadcast_buffers") is False:  # each rank has its own
+                ignored.update(name for name, _ in module.named_buffers())
+            check_same_model(module, "TTDistributedDataParallel", group, ignored)
         super().__init__(module, device_ids, output_device, **ddp_args)
         self._tt_exchanges = True
         self._tt_marked = False

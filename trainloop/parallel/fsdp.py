@@ -48,6 +48,7 @@ from trainloop.parallel.transparent import (
     Transparent,
     attributes_of,
     check_not_lazy,
+    check_same_model,
     check_sendable,
 )
 
@@ -160,8 +161,9 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
     Raises
     ------
     ConfigurationError
-        If there is no process group; if the module has lazy parameters or is already sharded; if a unit's parameters
-        have several dtypes; if only the first rank's model is on the meta device; or if an argument is invalid.
+        If there is no process group; if the module has lazy parameters or is already sharded; if the ranks' modules
+        differ in names, order, shapes, dtypes or flags; if a unit's parameters have several dtypes; if only the first
+        rank's model is on the meta device; or if an argument is invalid.
 
     Notes
     -----
@@ -218,6 +220,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self.module = module
         units = [*units_of(module, shard), ("", self)]
         mesh = _mesh(module, mesh, replicas)
+        for dim in range(mesh.ndim) if init_sync else ():
+            check_same_model(module, "TTFullyShardedDataParallel", mesh.get_group(dim))
         device = _device_of(mesh)
         if device.type == "cpu":
             check_cpu()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import distributed as torch_ddp
 from torch.nn.parameter import is_lazy
@@ -196,6 +198,43 @@ def check_sendable(module: nn.Module, wrapper: str, device: str | None = None) -
             f"{wrapper}: the buffer {name} of {type(module).__name__} is {kind} tensor, which ranks can't exchange. "
             f"{remedy}, or use gpu_mode='single'."
         )
+
+
+def check_same_model(
+    module: nn.Module, wrapper: str, group: dist.ProcessGroup | None, ignored: Collection[str] = ()
+) -> None:
+    """Raise ConfigurationError on all ranks of the group if their models differ. Collective.
+
+    Torch assigns tensors to each other by their places. In a model that is built from a set, whose order differs
+    between processes, it would average the gradients of different layers.
+    """
+    registered = [*module.named_parameters(), *module.named_buffers()]
+    mine = [
+        f"{name} ({str(t.dtype).removeprefix('torch.')} of shape {list(t.shape)}, requires_grad={t.requires_grad})"
+        for name, t in registered
+        if name not in ignored and f".{name}" not in ignored  # as torch names what is the root's own
+    ]
+    # The module's GPU, which is not always the current one: NCCL allows one rank per GPU.
+    gpus = [t.device for _, t in registered if t.device.type == "cuda"]
+    device = torch.device("cpu") if dist.get_backend(group) != "nccl" else gpus[0] if gpus else torch.device("cuda")
+
+    def differing(numbers: list[int]) -> list[bool]:
+        both = torch.tensor([numbers, [-number for number in numbers]], device=device)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        return (both.sum(0) > 0).tolist()  # the largest is not the smallest
+
+    if not any(differing([len(mine), zlib.crc32(repr(mine).encode())])):
+        return
+    most = torch.tensor(len(mine), device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    mine += ["missing"] * (int(most) - len(mine))
+    place = differing([zlib.crc32(one.encode()) for one in mine]).index(True)
+    raise ConfigurationError(
+        f"{wrapper}: the ranks' models differ. Tensor {place} of {type(module).__name__} (its parameters, then its "
+        f"buffers, in the order of registration) is {mine[place]} on rank {dist.get_rank()}, and another one on other "
+        "ranks. Build the model in the same way on every rank: register layers in the same order (a set has another "
+        "order in each process: use sorted(...)), and freeze the same parameters."
+    )
 
 
 def _wrapped_model(wrapper: nn.Module) -> nn.Module | None:

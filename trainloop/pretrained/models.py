@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTBasicModel
 from trainloop.pretrained.finding import find_picture_model, find_text_model, import_library
@@ -102,7 +103,8 @@ class PictureModel(TTBasicModel):
         super().__init__()
         self.module = module
         sides = list(size.values()) if isinstance(size, Mapping) else size
-        self.size = int(sides if isinstance(sides, int) else sides[-1])
+        side = whole_number(sides)
+        self.size = int(sides[-1]) if side is None else side  # type: ignore[index]
         self.mean = nn.Buffer(torch.tensor(mean).view(1, -1, 1, 1))
         self.std = nn.Buffer(torch.tensor(std).view(1, -1, 1, 1))
 
@@ -161,7 +163,7 @@ class PictureFiles(Dataset[Tensor]):
     """
 
     def __init__(self, paths: Sequence[str] | Sequence[Sequence[str]], size: int = 224) -> None:
-        self.paths = paths
+        self.paths = list(paths)  # a pandas column finds rows by their labels, not by their places
         self.size = size
 
     def __len__(self) -> int:

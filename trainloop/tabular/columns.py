@@ -53,7 +53,7 @@ def read_table(data: object, what: str = "train_data") -> pd.DataFrame:
         raise ConfigurationError(
             f"{what} is a {type(data).__name__}, but must be a pandas DataFrame, or a path to a CSV or Parquet file."
         )
-    names = pd.Index([str(name) for name in data.columns])
+    names = pd.Index([as_text(name) for name in data.columns])
     if names.has_duplicates:
         twice = _listed(names[names.duplicated()].unique().sort_values())
         raise ConfigurationError(f"{what} has columns with the same name: {twice}. Rename or drop all but one of each.")
@@ -327,13 +327,18 @@ def _dates(dates: pd.Series) -> list[Rows]:
     return [np.asarray(value, dtype=float) for value in values]
 
 
+def as_text(value: Any) -> str:
+    """Return ``str(value)``; for a text, such as a member of an enum of texts, the text to which it is equal."""
+    return "" + value if isinstance(value, str) else str(value)
+
+
 def _text(value: Any) -> str:
     """Return a value as a string that can be encoded.
 
     3 and 3.0 become the same string: pandas reads ints as floats if a value is missing.
     """
     whole = isinstance(value, (float, np.floating)) and value % 1 == 0
-    return str(int(value) if whole else value).encode(errors="replace").decode()
+    return as_text(int(value) if whole else value).encode(errors="replace").decode()
 
 
 def _texts(series: pd.Series, what: str) -> Rows:

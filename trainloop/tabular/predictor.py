@@ -23,7 +23,7 @@ from trainloop.extending import path_of, warn
 from trainloop.resources import Plan, plan
 from trainloop.resources.enforce import applied
 from trainloop.resources.quota import checked_count
-from trainloop.tabular.columns import Rows, read_table
+from trainloop.tabular.columns import Rows, as_text, read_table
 from trainloop.tabular.ensemble import Ensemble, Trained
 from trainloop.tabular.models import Given
 from trainloop.tabular.specs import Options, Spec, parse_hyperparameters, parse_options
@@ -71,7 +71,7 @@ class TabularPredictor:
             raise ConfigurationError(f"problem_type={problem_type!r}: must be one of {', '.join(METRICS)}, or None.")
         if label is None:
             raise ConfigurationError("label=None: must be the name of the column to predict.")
-        self.label = str(label)
+        self.label = as_text(label)
         self.path = _folder(path)
         self.lost: dict[str, str] = {}
         """Reason for the failure, by the name of each model that could not be trained."""

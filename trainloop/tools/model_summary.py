@@ -159,21 +159,29 @@ def summary(loop: TrainLoop[Any], batch: Any = None, *, depth: int = 3) -> Summa
         raise ConfigurationError("summary needs a batch, since the loop has no train_loader. Pass one: summary(batch).")
     count_of("summary", "depth", depth, least=0)
     device = loop.run_config.devices[0]
+    is_input = isinstance(batch, Tensor)  # not of the loader, whose batches may be single tensors, too
     with untouched(loop):
         if batch is None:
             batch = first_batch(loop.train_loader)
         model, optimizer, criterion = copies(loop, device)
         batch = move_to(batch, device)
-        return _summary_of(loop, model, optimizer, criterion, batch, device, depth)
+        return _summary_of(loop, model, optimizer, criterion, batch, device, depth, is_input=is_input)
 
 
 def _summary_of(
-    loop: TrainLoop[Any], model: Any, optimizer: Any, criterion: Any, batch: Any, device: torch.device, depth: int
+    loop: TrainLoop[Any],
+    model: Any,
+    optimizer: Any,
+    criterion: Any,
+    batch: Any,
+    device: torch.device,
+    depth: int,
+    *,
+    is_input: bool,
 ) -> Summary:
     amp = loop.options.amp.on(device)
     precision = nullcontext() if amp.dtype is None else torch.autocast(device.type, amp.dtype)
     counter = FlopCounterMode(display=False)
-    is_input = isinstance(batch, Tensor)
     if any(map(is_lazy, own_parameters(model))):
         with torch.no_grad(), evaluating(model), precision:
             model(batch) if is_input else loss_of(model.get_loss(batch, criterion, device), 1)

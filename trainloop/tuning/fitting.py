@@ -82,6 +82,8 @@ def rows_of(data: Any, rows: np.ndarray[Any, Any]) -> Any:
     """Return the given rows of an array, a table, a tensor or a list."""
     if hasattr(data, "iloc"):
         return data.iloc[rows]
+    if hasattr(data, "tocsr"):  # of scipy's sparse matrices, some have no rows to index
+        data = data.tocsr()
     return [data[row] for row in rows] if isinstance(data, (list, tuple)) else data[rows]
 
 

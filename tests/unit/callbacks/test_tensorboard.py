@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import json
 import math
 import os
@@ -168,6 +169,23 @@ def test_every_n_steps(tmp_path: Path) -> None:
 def test_epoch_values_have_the_plain_name_where_there_are_no_step_values(tmp_path: Path) -> None:
     make_loop().fit(num_epochs=1, callbacks=[TensorBoard(tmp_path, log_every_n_steps=None)])
     assert set(read(tmp_path)) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+
+
+class Metric(str, enum.Enum):
+    DOUBLE = "double"
+
+
+def test_a_name_from_an_enum_of_texts_is_its_text(tmp_path: Path) -> None:
+    class Logs(Net):
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            loss = super().get_loss(batch_data, criterion, device)
+            self.log(Metric.DOUBLE, 2 * loss)
+            return loss
+
+    loop = make_loop(Logs())
+    loop.fit(num_epochs=1, callbacks=[TensorBoard(tmp_path, log_every_n_steps=1)])
+    assert {"double", "epoch/double"} <= {*read(tmp_path)}
+    assert all(type(name) is str for name in loop.history)
 
 
 def test_names_do_not_change_when_the_first_epoch_is_short(tmp_path: Path) -> None:

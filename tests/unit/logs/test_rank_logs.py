@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import logging
+import subprocess
 import sys
 import threading
 import warnings
@@ -85,6 +86,23 @@ def test_the_first_line_that_is_not_shown_is_reported_once(
     assert len(said) == 1
     assert said[0].startswith("This rank printed a line that is not shown ('x = 2')")
     assert "TRAINLOOP_ALL_RANKS_OUTPUT=1" in said[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stdout_has_the_attributes_of_a_stream_on_every_rank(
+    rank: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with rank_streams(Rank(rank=rank, world_size=2), None, Targets(), Report(str(tmp_path / "claims"))):
+        assert sys.stdout.encoding.lower() == "utf-8"
+        assert sys.stdout.errors
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        sys.stdout.buffer.write(b"bytes\n")
+        subprocess.run(["echo", "a program"], stdout=sys.stdout, check=True)
+        print("text")
+    shown = capfd.readouterr().out
+    assert ("text" in shown) == (rank == 0)
+    assert "bytes" in shown
+    assert "a program" in shown
 
 
 class Full(io.StringIO):

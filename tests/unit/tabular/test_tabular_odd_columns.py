@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import enum
 import pickle
 from contextlib import nullcontext
 from decimal import Decimal
@@ -287,6 +288,18 @@ def test_the_text_of_a_value_does_not_depend_on_other_rows() -> None:
     assert whole[:5].tolist() == ["True", "1", "a", "1", ""]
     assert columns.clean(frame[::-1])["m"][::-1].tolist() == whole.tolist()
     assert [columns.clean(frame.iloc[[i]])["m"].iloc[0] for i in range(5)] == whole[:5].tolist()
+
+
+class Colour(str, enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+def test_a_member_of_an_enum_of_texts_is_the_text_to_which_it_is_equal() -> None:
+    members = pd.DataFrame({"c": pd.Series([*Colour] * (N // 2), dtype=object)})
+    texts = pd.DataFrame({"c": ["red", "blue"] * (N // 2)})
+    assert Columns.learn(members).clean(members).equals(Columns.learn(texts).clean(texts))
+    assert read_table(members.rename(columns={"c": Colour.RED})).columns.tolist() == ["red"]
 
 
 def test_parts_of_dates_have_names_of_their_own() -> None:

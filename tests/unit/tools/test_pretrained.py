@@ -53,6 +53,8 @@ def test_files_are_read_as_pillow_resizes_them(paths: list[str], tmp_path: Path)
     assert not several[1][0].any()  # black
     Image.open(paths[0]).convert("L").save(tmp_path / "grey.png")
     assert PictureFiles([tmp_path / "grey.png"], SIZE)[0].shape == (3, SIZE, SIZE)
+    column = pytest.importorskip("pandas").Series(paths[:3], index=[2, 1, 0])
+    assert np.array_equal(PictureFiles(column, SIZE)[0], PictureFiles(paths, SIZE)[0])
     (tmp_path / "no.png").write_text("no picture")
     for wrong in (tmp_path / "no.png", tmp_path / "nowhere.png"):
         with pytest.raises(ConfigurationError, match=f"the picture '{wrong}' can't be read .*Paths are relative to"):
@@ -86,7 +88,9 @@ def test_a_model_trains_as_by_a_hand_written_loop(paths: list[str]) -> None:
     assert torch.allclose(model(one), model(one.unsqueeze(1)))
 
 
-@pytest.mark.parametrize("size", [12, (3, 12, 12), [12, 12], {"height": 12, "width": 12}, {"shortest_edge": 12}])
+@pytest.mark.parametrize(
+    "size", [12, np.int64(12), (3, 12, 12), [12, 12], {"height": 12, "width": 12}, {"shortest_edge": 12}]
+)
 def test_sizes_as_configurations_write_them(size: Any) -> None:
     assert PictureModel(Dim(), size).size == 12
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from conftest import make_data
-from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTBasicModel
+from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTBasicModel, TTModel
 from trainloop.errors import ConfigurationError
 from trainloop.tools import LearningRates
 
@@ -279,6 +279,27 @@ def test_the_first_batch_leaves_no_workers_behind() -> None:
     loop.train_loader = DataLoader(make_data(), 16, num_workers=1, persistent_workers=True)
     loop.summary()
     assert loop.train_loader._iterator is None
+
+
+class Autoencoder(TTModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return criterion(self.layer(batch_data), batch_data)
+
+    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
+        return self.layer(batch_data), batch_data, {}
+
+
+def test_summary_of_a_loader_whose_batches_are_single_tensors_has_a_step() -> None:
+    model, loader = Autoencoder(), DataLoader(torch.ones(8, 3), 4)  # type: ignore[arg-type]
+    loop = TrainLoop(model, loader, None, None, optim.Adam(model.parameters()), nn.MSELoss())
+    found = loop.summary()
+    assert found.samples == 4
+    assert found.step_flops == 2 * found.forward_flops == 2 * 2 * 4 * 3 * 3  # the inputs need no gradients
+    assert found.optimizer_bytes > 0
 
 
 def test_summary_says_what_was_not_counted() -> None:

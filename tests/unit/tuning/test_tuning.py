@@ -426,6 +426,8 @@ def test_rows_of_tables_tensors_and_lists() -> None:
     picked = np.array([2, 0])
     assert fitting.rows_of([5, 6, 7], picked) == [7, 5]
     assert fitting.rows_of(torch.tensor([5, 6, 7]), picked).tolist() == [7, 5]
+    sparse = pytest.importorskip("scipy.sparse").coo_matrix([[5], [6], [7]])
+    assert fitting.rows_of(sparse, picked).toarray().tolist() == [[7], [5]]
     assert fitting.rows_of(SimpleNamespace(iloc={tuple(picked): "rows"}.get and _Iloc()), picked) == [2, 0]
 
 

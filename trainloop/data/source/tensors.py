@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, Subset, TensorDataset
@@ -50,7 +51,7 @@ class TensorRows:
         dataset, rows = loader.dataset, None
         while type(dataset) is Subset:
             indices = dataset.indices
-            if not isinstance(indices, (list, range, tuple)) and not hasattr(indices, "__array__"):
+            if not isinstance(indices, (list, range, tuple, np.ndarray, Tensor)):  # a pandas column finds by labels
                 return None
             try:
                 inner = torch.as_tensor(list(indices) if isinstance(indices, range) else indices, device="cpu")
@@ -87,8 +88,9 @@ class TensorRows:
             for index in (chunk if rows is None else rows.index_select(0, chunk)).split(batch_size):
                 yield self._pinned_rows(index) if pinned else [tensor.index_select(0, index) for tensor in tensors]
 
-    def take_list(self, indices: list[Any]) -> list[Tensor]:
-        """Return the batch for a list of indices, as yielded by a sampler."""
+    def take_list(self, found: Iterable[Any]) -> list[Tensor]:
+        """Return the batch for the indices that a batch sampler has yielded."""
+        indices: Any = found if isinstance(found, (np.ndarray, Tensor)) else list(found)
         if self._rows is None and self._are_consecutive(indices):  # the usual case of an evaluation
             return self.slice(indices[0], indices[-1] + 1)
         try:
@@ -103,7 +105,7 @@ class TensorRows:
             batch = [tensor[rows] for tensor in self._tensors]
         return [tensor.pin_memory() for tensor in batch] if self._pinned else batch
 
-    def _are_consecutive(self, indices: list[Any]) -> bool:
+    def _are_consecutive(self, indices: Any) -> bool:
         if {*map(type, indices)} != {int} or indices[0] < 0:  # a sampler may yield tensors
             return False
         consecutive = range(indices[0], indices[0] + len(indices))
