@@ -156,9 +156,16 @@ def _buffered(model: Tower) -> None:
     model.register_buffer("first", model.blocks[0].up.weight.data)
 
 
+def _flattened(model: Tower) -> None:
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, model.parameters())
+    model.blocks[0].flat = [flat]
+
+
 @pytest.mark.parametrize(
     "share, message",
     [
+        (_flattened, r"\.flat has a view of blocks\."),
         (_transposed, r"blocks\.0\.(up|down)\.weight and blocks\.0\.(up|down)\.weight share memory"),
         (_buffered, r"first has a view of blocks\.0\.up\.weight"),
     ],

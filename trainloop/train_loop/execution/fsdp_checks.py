@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -75,17 +76,22 @@ def check_shardable(loop: LoopState, *, gather: bool, wrapper_args: dict[str, An
 def _check_views(model: nn.Module, holders: Iterable[Any]) -> None:
     """Raise an error for tensors that share the memory of parameters; shards have other memory.
 
-    They may be parameters or buffers themselves, or attributes of callbacks and a criterion. (Modules have such
-    attributes that each forward replaces, as with ``nn.utils.spectral_norm``.)
+    They may be parameters or buffers themselves, attributes of callbacks and a criterion, or a module's flat tensor of
+    several parameters. (Modules have other such attributes that each forward replaces, as with
+    ``nn.utils.spectral_norm``.)
     """
     named = {n: p for n, p in model.named_parameters() if not stays_whole(p) and _has_memory(p)}
     owners = {storage_address(p): name for name, p in named.items()}
-    if len(owners) < len(named):
-        _check_overlaps(named)
     parameters = set(map(id, named.values()))
     held: list[tuple[str, Any]] = list(model.named_buffers())
     for holder in holders:
         held += [(f"{type(holder).__name__}.{key}", value) for key, value in getattr(holder, "__dict__", {}).items()]
+    if len(owners) < len(named):
+        _check_overlaps(named)
+        flat = Counter(map(storage_address, named.values()))
+        of_modules = [(f"{type(m).__name__}.{key}", value) for m in model.modules() for key, value in vars(m).items()]
+        tensors = [(where, t) for where, value in of_modules for t in tensors_of(value) if _has_memory(t)]
+        held += [(where, tensor) for where, tensor in tensors if flat[storage_address(tensor)] > 1]
     for where, value in held:
         for tensor in tensors_of(value):
             if id(tensor) in parameters or not _has_memory(tensor):
