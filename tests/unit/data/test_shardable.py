@@ -165,7 +165,7 @@ def _flattened(model: Tower) -> None:
 @pytest.mark.parametrize(
     "share, message",
     [
-        (_flattened, r"\.flat has a view of blocks\."),
+        (_flattened, r"Block\.flat has a view of head\.bias"),
         (_transposed, r"blocks\.0\.(up|down)\.weight and blocks\.0\.(up|down)\.weight share memory"),
         (_buffered, r"first has a view of blocks\.0\.up\.weight"),
     ],

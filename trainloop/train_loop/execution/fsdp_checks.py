@@ -90,8 +90,8 @@ def _check_views(model: nn.Module, holders: Iterable[Any]) -> None:
         _check_overlaps(named)
         flat = Counter(map(storage_address, named.values()))
         of_modules = [(f"{type(m).__name__}.{key}", value) for m in model.modules() for key, value in vars(m).items()]
-        tensors = [(where, t) for where, value in of_modules for t in tensors_of(value) if _has_memory(t)]
-        held += [(where, tensor) for where, tensor in tensors if flat[storage_address(tensor)] > 1]
+        own = [(where, t) for where, v in of_modules for t in tensors_of(v) if not isinstance(t, nn.Parameter)]
+        held += [(where, tensor) for where, tensor in own if _has_memory(tensor) and flat[storage_address(tensor)] > 1]
     for where, value in held:
         for tensor in tensors_of(value):
             if id(tensor) in parameters or not _has_memory(tensor):
