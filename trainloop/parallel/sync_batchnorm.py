@@ -23,6 +23,7 @@ from trainloop.parallel.transparent import check_not_lazy
 __all__ = ["BatchNorm", "CpuSyncBatchNorm", "SyncedLayers", "convert", "of_this_rank", "participating", "revert"]
 
 _CLASS_BEFORE = "_class_before_sync"
+_ALONE = "_normalises_alone"
 
 
 def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
@@ -60,7 +61,7 @@ def convert(module: nn.Module, process_group: dist.ProcessGroup | None = None) -
             before = type(layer)
             layer.__dict__[_CLASS_BEFORE] = before
             layer.__dict__["process_group"] = process_group
-            layer.__class__ = _synchronised(before, nn.SyncBatchNorm if on_gpu else CpuSyncBatchNorm)
+            layer.__class__ = _synchronised(before, CudaSyncBatchNorm if on_gpu else CpuSyncBatchNorm)
     return module
 
 
@@ -149,14 +150,14 @@ def of_this_rank(modules: Iterable[nn.Module]) -> Iterator[None]:
     In an evaluation, ranks have whole batches, and different numbers of them. Layers in training mode (for adaptation
     at test time, for example) then do what they do in one process.
     """
-    layers = [(layer, type(layer)) for layer in _synced_in(modules)]
+    layers = [layer for layer in _synced_in(modules) if _ALONE not in layer.__dict__]
     try:
-        for layer, _ in layers:
-            layer.__class__ = layer.__dict__[_CLASS_BEFORE]
+        for layer in layers:  # not by the class, which may be one of fully_shard
+            layer.__dict__[_ALONE] = True
         yield
     finally:
-        for layer, synchronised in layers:
-            layer.__class__ = synchronised
+        for layer in layers:
+            layer.__dict__.pop(_ALONE, None)
 
 
 _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
@@ -193,7 +194,7 @@ class CpuSyncBatchNorm(BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, in the same shape."""
         over_batch = self.training or (self.running_mean is None and self.running_var is None)
-        synchronises = self.training and dist.is_available() and dist.is_initialized()
+        synchronises = self.training and _ALONE not in self.__dict__ and dist.is_available() and dist.is_initialized()
         if not over_batch or not synchronises or dist.get_world_size(self.process_group) == 1:
             return super().forward(input)
         self._check_input_dim(input)
@@ -209,6 +210,14 @@ class CpuSyncBatchNorm(BatchNorm):
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
                 self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
         return output
+
+
+class CudaSyncBatchNorm(nn.SyncBatchNorm):
+    """torch's SyncBatchNorm, which can also normalise alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalised input, in the same shape."""
+        return BatchNorm.forward(self, input) if _ALONE in self.__dict__ else super().forward(input)
 
 
 class _Normalise(torch.autograd.Function):
@@ -311,15 +320,15 @@ class SyncBatchNorm3d(nn.BatchNorm3d, CpuSyncBatchNorm):
     """BatchNorm3d over all ranks."""
 
 
-class CudaSyncBatchNorm1d(nn.BatchNorm1d, nn.SyncBatchNorm):
+class CudaSyncBatchNorm1d(nn.BatchNorm1d, CudaSyncBatchNorm):
     """BatchNorm1d over all ranks, by torch's kernels."""
 
 
-class CudaSyncBatchNorm2d(nn.BatchNorm2d, nn.SyncBatchNorm):
+class CudaSyncBatchNorm2d(nn.BatchNorm2d, CudaSyncBatchNorm):
     """BatchNorm2d over all ranks, by torch's kernels."""
 
 
-class CudaSyncBatchNorm3d(nn.BatchNorm3d, nn.SyncBatchNorm):
+class CudaSyncBatchNorm3d(nn.BatchNorm3d, CudaSyncBatchNorm):
     """BatchNorm3d over all ranks, by torch's kernels."""
 
 
@@ -327,9 +336,9 @@ _classes: dict[tuple[type, type], type] = {
     (nn.BatchNorm1d, CpuSyncBatchNorm): SyncBatchNorm1d,
     (nn.BatchNorm2d, CpuSyncBatchNorm): SyncBatchNorm2d,
     (nn.BatchNorm3d, CpuSyncBatchNorm): SyncBatchNorm3d,
-    (nn.BatchNorm1d, nn.SyncBatchNorm): CudaSyncBatchNorm1d,
-    (nn.BatchNorm2d, nn.SyncBatchNorm): CudaSyncBatchNorm2d,
-    (nn.BatchNorm3d, nn.SyncBatchNorm): CudaSyncBatchNorm3d,
+    (nn.BatchNorm1d, CudaSyncBatchNorm): CudaSyncBatchNorm1d,
+    (nn.BatchNorm2d, CudaSyncBatchNorm): CudaSyncBatchNorm2d,
+    (nn.BatchNorm3d, CudaSyncBatchNorm): CudaSyncBatchNorm3d,
 }
 
 

@@ -311,14 +311,17 @@ class Adapts(TTModel):
 
 
 @pytest.mark.long
-def test_layers_that_an_evaluation_puts_into_training_mode_see_one_batch() -> None:
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_layers_that_an_evaluation_puts_into_training_mode_see_one_batch(mode: str) -> None:
+    """In fsdp, the layers of the Sequential are units, whose class is one of fully_shard."""
     x = torch.randn(24, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     predicted = []
-    for options in ({}, {"gpu_mode": "ddp", "devices": 2, "timeout": 60}):
+    for options in ({}, {"gpu_mode": mode, "devices": 2, "timeout": 60}):
         model, batch_size = Adapts(), 4 if options else 8
         loop = TrainLoop(
             model,
             DataLoader(TensorDataset(x), batch_size),
+            DataLoader(TensorDataset(x), 9),
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             sync_batchnorm=True,
             accelerator="cpu",
