@@ -297,7 +297,8 @@ class Adapts(TTModel):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(2, CHANNELS), nn.BatchNorm1d(CHANNELS), nn.Linear(CHANNELS, 1)).double()
+        layers = [nn.Linear(2, CHANNELS), *(nn.BatchNorm1d(CHANNELS) for _ in range(2)), nn.Linear(CHANNELS, 1)]
+        self.net = nn.Sequential(*layers).double()
 
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
         loss: Tensor = (self.net(batch_data[0]) ** 2).mean()
