@@ -32,6 +32,7 @@ from trainloop.parallel.transparent import (
     check_not_lazy,
     check_same_model,
     check_sendable,
+    check_values,
 )
 
 _NOT_COPIED = frozenset(("_tt_hooked", "_tt_added"))  # what a copy makes again
@@ -95,6 +96,7 @@ class TTDistributedDataParallel(Transparent, DistributedDataParallel):
     @refuses_unknown
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **ddp_args: Any) -> None:
         check_not_lazy(module, "TTDistributedDataParallel")
+        check_values(module)
         check_sendable(module, "TTDistributedDataParallel")
         # DDP has the same check, but does not name the module.
         trained = [p for p in own_parameters(module) if p.requires_grad]

@@ -176,6 +176,17 @@ def check_not_lazy(module: nn.Module, wrapper: str) -> None:
         )
 
 
+def check_values(module: nn.Module, name: str = "model") -> None:
+    """Raise an error for parameters and buffers on the meta device; of the model, ``fsdp`` initializes them."""
+    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise ConfigurationError(
+                f"{name}.{path} is on the meta device and has no values. Call {name}.to_empty(device='cpu') and set "
+                f"its values, or load them with {name}.load_state_dict(state, assign=True). If the module is only a "
+                f"template, such as for torch.func.functional_call, hide it from the {name}: self.base = [module]."
+            )
+
+
 _NOT_EXCHANGED = ("int16", "uint16", "uint32", "uint64")  # by Gloo and NCCL; Gloo also lacks types of 8-bit floats
 
 

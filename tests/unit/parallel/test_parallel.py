@@ -287,6 +287,13 @@ def test_a_compiled_wrapper_computes_what_the_module_computes(wrap: Callable[...
 # -- DDP: what it refuses ----------------------------------------------------------------------------------------------
 
 
+def test_ddp_refuses_a_module_without_values(group: None) -> None:
+    with torch.device("meta"):
+        module = nn.Linear(2, 1)
+    with pytest.raises(ConfigurationError, match=r"weight is on the meta device and has no values\..*to_empty"):
+        TTDistributedDataParallel(module)
+
+
 def test_ddp_refuses_a_lazy_module(group: None) -> None:
     with pytest.raises(ConfigurationError, match=r"ModuleDict has lazy tensors .*: fc.weight, fc.bias.*Run one"):
         TTDistributedDataParallel(nn.ModuleDict({"fc": nn.LazyLinear(3)}))

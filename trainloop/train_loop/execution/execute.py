@@ -29,7 +29,7 @@ from trainloop.distributed.ranks import alone
 from trainloop.model import yields_losses
 from trainloop.optim.optimizers import explain_no_graph, needs_closure, optimizers_of
 from trainloop.optim.parameters import modules_beside, own_parameters, trained_modules
-from trainloop.parallel.transparent import check_sendable
+from trainloop.parallel.transparent import check_sendable, check_values
 from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.arguments.options import FitJob
 from trainloop.train_loop.arguments.run_config import run_config_under_launcher
@@ -38,7 +38,7 @@ from trainloop.train_loop.execution.restarts import Supervisor
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.run.evaluating import evaluating
 from trainloop.train_loop.run.losses import explain_batch_of_one, explain_no_criterion, loss_of
-from trainloop.train_loop.run.placement import check_values, explain_device, placed
+from trainloop.train_loop.run.placement import explain_device, placed
 from trainloop.train_loop.run.run import Run
 from trainloop.train_loop.saving.restart_checkpoints import RestartCheckpoints
 from trainloop.train_loop.training.special_steps import AlternatingTraining, ClosureTraining

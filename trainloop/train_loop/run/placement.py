@@ -261,17 +261,6 @@ def _take_first_ranks_values(modules: Iterable[nn.Module]) -> None:
         copy_from_first(dense)
 
 
-def check_values(module: nn.Module, name: str = "model") -> None:
-    """Raise an error for parameters and buffers on the meta device; of the model, ``fsdp`` initializes them."""
-    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_meta:
-            raise ConfigurationError(
-                f"{name}.{path} is on the meta device and has no values. Call {name}.to_empty(device='cpu') and set "
-                f"its values, or load them with {name}.load_state_dict(state, assign=True). If the module is only a "
-                f"template, such as for torch.func.functional_call, hide it from the {name}: self.base = [module]."
-            )
-
-
 _DEVICES = re.compile(r"on the same device|on the expected device|on device meta|meta tensor|should be the same")
 
 
