@@ -162,9 +162,13 @@ def _copied(value: Tensor) -> Tensor:
         return value
     if value.is_inference() or value.numel() * value.element_size() > _MOST_BYTES:
         return value
-    # An attribute may refer to gathered parameters, whose memory fsdp frees.
-    freed = type(value) is Tensor and value.layout is torch.strided and value.untyped_storage().nbytes() == 0
-    return value if freed and value.numel() else value.clone()
+    return value if _is_freed(value) else value.clone()
+
+
+def _is_freed(value: Tensor) -> bool:
+    """Return True for a tensor without memory: an attribute may refer to gathered parameters, which fsdp frees."""
+    plain = type(value) is Tensor and value.layout is torch.strided
+    return plain and value.numel() > 0 and value.untyped_storage().nbytes() == 0
 
 
 def _is_same_large(value: Any, copied: Any) -> bool:
@@ -221,7 +225,7 @@ class Contents:
         """Undo all changes of contents since :meth:`keep`."""
         for value, before in self._kept.values():
             if isinstance(value, Tensor):
-                if before is not value:
+                if before is not value and not _is_freed(value):
                     value.data.copy_(before)  # for autograd, it is still the same
             elif isinstance(value, np.ndarray):
                 value[...] = before

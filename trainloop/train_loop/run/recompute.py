@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -15,6 +16,9 @@ from trainloop._support import rng
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
 from trainloop.train_loop.run.idle import ModuleStates
+
+# In dp, a thread for each GPU runs backward. All threads share Python's and numpy's generators.
+_one_at_a_time = threading.RLock()
 
 
 def chosen_modules(model: nn.Module, choice: Any) -> list[nn.Module]:
@@ -144,8 +148,8 @@ class _Forward:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Let the forward compute the same values again; it changes nothing, and logs nothing."""
-        now = rng.read(devices=False)
-        with self.states.in_use():
+        with _one_at_a_time, self.states.in_use():
+            now = rng.read(devices=False)
             sinks = [part.__dict__.pop("_log_sink", None) for part in self._logging]
             self._random.restore()
             try:
