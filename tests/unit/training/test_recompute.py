@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop.errors import ConfigurationError
+from trainloop.parallel.sharded.units import units_of
 from trainloop.train_loop.run.idle import ModuleStates
 from trainloop.train_loop.run.recompute import chosen_modules, recomputing
 
@@ -144,6 +145,12 @@ def test_less_is_kept() -> None:
             model(x)
         kept.append(sum(sizes))
     assert kept[1] < kept[0] / 3
+
+
+def test_blocks_are_still_the_units_that_fsdp_finds() -> None:
+    model = Net()
+    with recomputing(model, "blocks.*"):
+        assert [name for name, _ in units_of(model)] == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_which_modules_are_meant() -> None:

@@ -72,10 +72,12 @@ def recomputing(model: nn.Module, choice: Any) -> Iterator[None]:
     modules = chosen_modules(model, choice)
     classes = [type(module) for module in modules]
     logging = [part for part in model.modules() if isinstance(part, TTModel)]
-    for module in modules:
+    # One class for all modules of a class: fsdp's default units are repeated blocks of the same class.
+    recomputed = {cls: _recomputed(cls, logging) for cls in dict.fromkeys(classes)}
+    for module, cls in zip(modules, classes):
         # Change the class, like torch's fully_shard, since this does not affect names, hooks, dp's replicas and
         # state_dict.
-        module.__class__ = _recomputed(type(module), logging)
+        module.__class__ = recomputed[cls]
     try:
         yield
     finally:
