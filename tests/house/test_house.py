@@ -237,6 +237,7 @@ FOREIGN: dict[str, str] = {
     "_support/scratch.py": "_rand",
     "parallel/sync_batchnorm.py": "_BatchNorm",
     "train_loop/run/placement.py": "_dynamo",
+    "train_loop/run/recompute.py": "_version",
     "train_loop/run/run.py": "_version",
     "train_loop/saving/beside.py": "_forward_hooks _forward_pre_hooks _non_persistent_buffers_set",
     "train_loop/training/gradients.py": "_per_optimizer_states",

@@ -69,6 +69,16 @@ def test_a_block_that_shares_a_parameter_goes_to_the_unit_that_holds_both() -> N
     assert names(outer) == ["towers.0", "towers.1"]  # tied inside of each
 
 
+def test_a_block_that_shares_a_submodule_goes_to_the_unit_that_holds_both() -> None:
+    model = Tower()
+    model.blocks[2].norm = model.blocks[1].norm
+    assert names(model) == ["blocks.0"]
+    activation = nn.ReLU()
+    for block in model.blocks:
+        block.activation = activation
+    assert names(model) == ["blocks.0"]
+
+
 def test_what_matches_nothing_or_has_no_forward_is_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"shard=Conv2d matches no module of Tower. The classes of its submodules are Embed"

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from conftest import make_data
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop.errors import ConfigurationError
+from trainloop.parallel.sharded.units import units_of
 from trainloop.train_loop.run.idle import ModuleStates
 from trainloop.train_loop.run.recompute import chosen_modules, recomputing
 
@@ -144,6 +145,12 @@ def test_less_is_kept() -> None:
             model(x)
         kept.append(sum(sizes))
     assert kept[1] < kept[0] / 3
+
+
+def test_blocks_are_still_the_units_that_fsdp_finds() -> None:
+    model = Net()
+    with recomputing(model, "blocks.*"):
+        assert [name for name, _ in units_of(model)] == ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def test_which_modules_are_meant() -> None:
@@ -340,3 +347,114 @@ def test_masks_are_not_kept_twice() -> None:
         assert masked.codes[0] == 1
     assert masked.codes is codes
     assert codes[0] == 0.5
+
+
+class Layer(nn.Module):
+    def __init__(self, change: Any = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.change = change
+
+    def forward(self, x: Any, debug: Any = None) -> Any:
+        x = x if self.change is None else self.change(self, x, debug)
+        return torch.tanh(self.linear(torch.tanh(self.linear(x))))
+
+
+def trained_layers(layers: list[nn.Module], call: Any, choice: Any, get_loss: Any = None) -> TrainLoop[Any]:
+    class Calls(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = call(block, x)
+            return self.head(x)
+
+    if get_loss is not None:
+        Calls.get_loss = get_loss
+    model = Calls()
+    model.blocks = nn.ModuleList(copy.deepcopy(layers))
+    loop = TrainLoop(
+        model,
+        DataLoader(make_data(40), 16),
+        optimizer=optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        accelerator="cpu",
+        progress_bar=False,
+        checkpoint_modules=choice,
+    )
+    loop.fit(num_epochs=2)
+    return loop
+
+
+class State:
+    """An argument of a user's class."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.calls = x, 0
+
+
+def changed_in_dict(layer: Layer, states: dict[str, Any], debug: Any) -> Tensor:
+    states["calls"] += 1
+    states["x"] = states["x"] * states["calls"]
+    return states["x"]
+
+
+def changed_in_object(layer: Layer, state: State, debug: Any) -> Tensor:
+    state.calls += 1
+    state.x = state.x * (1 + state.calls)
+    return state.x
+
+
+def changed_list(layer: Layer, skipped: list[Tensor], debug: Any) -> Tensor:
+    skipped.append(skipped[-1] * 2)
+    return sum(skipped[1:], skipped[0])
+
+
+def drawn(layer: Layer, x: Tensor, generator: torch.Generator) -> Tensor:
+    return x * torch.rand(8, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("change", "call"),
+    [
+        (changed_in_dict, lambda block, x: block({"x": x, "calls": 0})),
+        (changed_in_object, lambda block, x: block(State(x))),
+        (changed_list, lambda block, x: block([x])),
+        (drawn, lambda block, x: block(x, debug=torch.Generator().manual_seed(3))),
+        (lambda layer, x, debug: x * debug, lambda block, x: block(x, debug=2)),  # torch's checkpoint() has a debug
+    ],
+    ids=["dict", "object", "list", "generator", "keyword of torch"],
+)
+def test_arguments_are_read_as_they_were(change: Any, call: Any) -> None:
+    layers = [Layer(change)]
+    models = [trained_layers(layers, call, choice).model for choice in (None, Layer)]
+    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=0)
+
+
+def test_parameters_may_be_frozen_for_one_forward() -> None:
+    def frozen_once(self: Any, batch_data: Any, criterion: Any, device: Any) -> Tensor:
+        x, y = batch_data
+        self.blocks.requires_grad_(False)
+        loss = criterion(self(x * 2), y)
+        self.blocks.requires_grad_(True)
+        return loss + criterion(self(x), y)
+
+    layers = [Layer()]
+    models = [trained_layers(layers, nn.Module.__call__, choice, frozen_once).model for choice in (None, Layer)]
+    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=0)
+
+
+def test_changes_that_would_be_made_twice_are_errors() -> None:
+    def clamps(layer: Layer, x: Tensor, debug: Any) -> Tensor:
+        layer.linear.weight.data.clamp_(-0.1, 0.1)
+        return x
+
+    def shrinks(layer: Layer, x: Tensor, debug: Any) -> Tensor:
+        layer.linear.weight.data.mul_(0.9)
+        return x
+
+    trained_layers([Layer(clamps)], nn.Module.__call__, Layer)
+    with pytest.raises(ConfigurationError, match=r"the forward of Layer changes its parameter linear\.weight"):
+        trained_layers([Layer(shrinks)], nn.Module.__call__, Layer)
+    for call in (lambda block, x: block(x), lambda block, x: block(x=x), lambda block, x: block([x])):
+        in_place = Layer(lambda layer, x, debug: (x[0] if isinstance(x, list) else x).mul_(2))
+        with pytest.raises(ConfigurationError, match="the forward of Layer changes an input in place"):
+            trained_layers([in_place], call, Layer)

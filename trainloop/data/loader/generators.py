@@ -70,7 +70,7 @@ def _add_generators(found: dict[str, Generator], attributes: Mapping[str, Any]) 
 
 
 def generators_in(**holders: Any) -> dict[str, Generator]:
-    """Return the generators of Python, numpy and torch that are attributes of objects, by path.
+    """Return the generators of Python, numpy and torch among objects and their attributes, by path.
 
     Holders may be modules, with all modules inside them, or consist of such modules and objects, as a criterion may.
     """
@@ -88,6 +88,8 @@ def _parts_of(name: str, holder: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _add_attributes(found: dict[str, Generator], path: str, part: Any) -> None:
+    if not isinstance(part, nn.Module):
+        _add_generators(found, {path: part})
     attributes = getattr(part, "__dict__", {})
     if not _BUILT_IN.issuperset(map(type, attributes.values())):
         own = {f"{path}:{key}": value for key, value in attributes.items() if type(value) not in _BUILT_IN}

@@ -28,9 +28,9 @@ def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]
     Returns
     -------
     list of (str, nn.Module)
-        Inner units come first, since units must be sharded in this order. A block that shares a parameter with a module
-        outside of it (tied weights) is not a unit: it is part of the next enclosing unit that contains all users of the
-        parameter, or of the root.
+        Inner units come first, since units must be sharded in this order. A block that shares a parameter or a
+        submodule with a module outside of it is not a unit: it is part of the next enclosing unit that contains all
+        users of the parameter, or of the root.
 
     Raises
     ------
@@ -38,11 +38,12 @@ def units_of(module: nn.Module, shard: Any = None) -> list[tuple[str, nn.Module]
         If ``shard`` has another type, or matches no module.
     """
     chosen = _repeated_blocks(module) if shard is None else _matching(module, shard)
-    users = _modules_by_parameter(module)
+    users, parents = _modules_by_parameter(module), _parents(module)
     units = []
     for name, unit in chosen:
         inside = {id(part) for part in unit.modules()}
-        if all(users[id(p)] <= inside for p in own_parameters(unit)):
+        inner = [part for part in unit.modules() if part is not unit and own_parameters(part)]
+        if all(users[id(p)] <= inside for p in own_parameters(unit)) and all(parents[id(p)] <= inside for p in inner):
             units.append((name, unit))
     return sorted(units, key=lambda item: -item[0].count("."))
 
@@ -137,6 +138,14 @@ def _modules_by_parameter(module: nn.Module) -> dict[int, set[int]]:
             if parameter is not None:
                 users.setdefault(id(parameter), set()).add(id(part))
     return users
+
+
+def _parents(module: nn.Module) -> dict[int, set[int]]:
+    parents: dict[int, set[int]] = {}
+    for part in module.modules():
+        for child in part.children():
+            parents.setdefault(id(child), set()).add(id(part))
+    return parents
 
 
 def _can_be_unit(part: nn.Module) -> bool:

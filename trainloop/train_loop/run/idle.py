@@ -70,8 +70,7 @@ class Idle:
         model = run.loop.model
         # A criterion may count or remember samples, too.
         parts = [part for module in trained_modules(model, run.loop.criterion) for part in module.modules()]
-        states, contents = ModuleStates(parts, model=model, criterion=run.loop.criterion), Contents(parts)
-        contents.keep([run.loop.criterion])
+        states = ModuleStates(parts, model=model, criterion=run.loop.criterion)
         carried = carried_state_of(model)
         # Synchronized BatchNorm would wait for all ranks; here ranks with a batch normalise among themselves.
         synced = [part for part in parts if isinstance(part, (CpuSyncBatchNorm, nn.SyncBatchNorm))]
@@ -81,7 +80,6 @@ class Idle:
                     part.training = False
                 yield
         finally:
-            contents.restore()
             load_carried_state(model, [carried], 0, 1)
 
 
@@ -92,12 +90,16 @@ class ModuleStates:
     ----------
     modules : iterable of nn.Module
         Modules, with all modules inside them.
+    inputs : list of Tensor
+        Tensors that the forward gets, which are not kept.
     **holders : object
-        The model, and a criterion of any kind, whose generators are kept.
+        The model, a criterion of any kind, and arguments of the forward, whose contents and generators are kept.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], **holders: Any) -> None:
+    def __init__(self, modules: Iterable[nn.Module], inputs: Iterable[Tensor] = (), **holders: Any) -> None:
         parts = list(modules)
+        self._elsewhere: list[nn.Module | Tensor] = [*parts, *inputs]
+        self._holders = list(holders.values())
         self._parts = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
         # Scripted modules take no other buffers, and what is lazy now gets its first values in place.
         scripted = [b for part in parts if isinstance(part, torch.jit.ScriptModule) for b in part.buffers()]
@@ -112,9 +114,9 @@ class ModuleStates:
         self._of_generators = {name: one.get_state() for name, one in self._generators.items()}
 
     def _contents_now(self) -> Contents:
-        contents = Contents(self._parts)
+        contents = Contents(self._elsewhere)
         values = [value for part in self._parts for value in _own(part).values() if not isinstance(value, Tensor)]
-        contents.keep([*values, *self._in_place])
+        contents.keep([*values, *self._in_place, *self._holders])
         return contents
 
     def drop_unchanged(self) -> None:
@@ -186,12 +188,12 @@ class Contents:
 
     Parameters
     ----------
-    modules : iterable of nn.Module
-        Modules whose attributes the caller restores.
+    elsewhere : iterable of nn.Module and Tensor
+        Modules whose attributes the caller restores, and tensors that nobody changes.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._elsewhere = {id(module) for module in modules}
+    def __init__(self, elsewhere: Iterable[nn.Module | Tensor]) -> None:
+        self._elsewhere = {id(one) for one in elsewhere}
         self._kept: dict[int, tuple[Any, Any]] = {}
 
     def keep(self, values: Iterable[Any]) -> None:

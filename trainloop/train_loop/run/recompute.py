@@ -10,11 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainloop._support import rng
+from trainloop._support.nested import tensors_of
 from trainloop.errors import ConfigurationError
 from trainloop.model import TTModel
+from trainloop.parallel.sharded.shards import is_sharded
 from trainloop.train_loop.run.idle import ModuleStates
 
 # In dp, a thread for each GPU runs backward. All threads share Python's and numpy's generators.
@@ -74,10 +76,12 @@ def recomputing(model: nn.Module, choice: Any) -> Iterator[None]:
     modules = chosen_modules(model, choice)
     classes = [type(module) for module in modules]
     logging = [part for part in model.modules() if isinstance(part, TTModel)]
-    for module in modules:
+    # One class for all modules of a class: fsdp's default units are repeated blocks of the same class.
+    recomputed = {cls: _recomputed(cls, logging) for cls in dict.fromkeys(classes)}
+    for module, cls in zip(modules, classes):
         # Change the class, like torch's fully_shard, since this does not affect names, hooks, dp's replicas and
         # state_dict.
-        module.__class__ = _recomputed(type(module), logging)
+        module.__class__ = recomputed[cls]
     try:
         yield
     finally:
@@ -86,15 +90,17 @@ def recomputing(model: nn.Module, choice: Any) -> Iterator[None]:
 
 
 def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]:
+    first = iter([True])
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = partial(cls.forward, self)
         # Without gradients, there is no backward that would need activations.
         if not torch.is_grad_enabled():
             return own(*args, **kwargs)
-        run = _checkpointed
+        begin, run = _Forward.begin, _checkpointed
         if torch.compiler.is_compiling():
-            run = torch.compiler.disable(run, recursive=False)
-        return run(self, logging, own, args, kwargs)
+            begin, run = torch.compiler.disable(begin), torch.compiler.disable(run, recursive=False)
+        return run(self, begin(self, logging, first, args, kwargs), own, args, kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
         """Ensure that copies and pickles are instances of the user's own class."""
@@ -105,17 +111,30 @@ def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]
     return type(cls.__name__, (cls,), own)
 
 
-def _checkpointed(module: nn.Module, logging: list[TTModel], forward: Any, args: Any, kwargs: Any) -> Any:
+def _checkpointed(module: nn.Module, before: _Forward, forward: Any, args: Any, kwargs: Any) -> Any:
     from torch.utils.checkpoint import checkpoint  # torch 2.6 imports sympy here (0.2 s)
 
-    before = _Forward(module, logging)
+    versions = [tensor._version for tensor in before.inputs]
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), _Reentered(before.again)
 
-    output = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    def run(*_: Tensor) -> Any:
+        return forward(*args, **kwargs)
+
+    # torch would not notice changes of tensors in keywords and containers, and takes some keywords for its own.
+    output = checkpoint(run, *before.inputs, use_reentrant=False, context_fn=contexts)
+    if [tensor._version for tensor in before.inputs] != versions:
+        raise _not_repeatable(module, "an input in place (write x = x + y instead of x += y)")
     before.states.drop_unchanged()
     return output
+
+
+def _not_repeatable(module: nn.Module, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"checkpoint_modules: the forward of {type(module).__name__} changes {what}, so computing it again would give "
+        "other values. Change this, or leave the module out of checkpoint_modules."
+    )
 
 
 class _Reentered:
@@ -139,23 +158,53 @@ class _Reentered:
 class _Forward:
     """What a module's forward reads beside its inputs and parameters, as it is before the forward."""
 
-    def __init__(self, module: nn.Module, logging: list[TTModel]) -> None:
+    @classmethod
+    def begin(cls, *arguments: Any) -> _Forward:
+        """Return a new object, in a function that compilers can leave out."""
+        return cls(*arguments)
+
+    def __init__(
+        self, module: nn.Module, logging: list[TTModel], first: Iterator[bool], args: Any, kwargs: Any
+    ) -> None:
         parts = list(module.modules())
+        self._module = module
+        self._checked = next(first, False)
         self._logging = [*logging, *(part for part in parts if isinstance(part, TTModel))]  # dp has replicas
-        self.states = ModuleStates(parts, module=module)
+        self.inputs = [tensor for tensor in tensors_of((args, kwargs)) if not tensor.is_inference()]
+        self.states = ModuleStates(parts, self.inputs, module=module, arguments=[args, kwargs])
+        self._trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._random = rng.read(devices=False)  # torch restores its own states, but not Python's and numpy's
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Let the forward compute the same values again; it changes nothing, and logs nothing."""
-        with _one_at_a_time, self.states.in_use():
+        # A GAN's loss may freeze its critic for one forward only.
+        toggled = [(p, was) for p, was in self._trained if p.requires_grad != was]
+        with _one_at_a_time, self.states.in_use(), self._parameters_stay():
             now = rng.read(devices=False)
+            for parameter, was in toggled:
+                parameter.requires_grad_(was)
             sinks = [part.__dict__.pop("_log_sink", None) for part in self._logging]
             self._random.restore()
             try:
                 yield
             finally:
                 now.restore()
+                for parameter, was in toggled:
+                    parameter.requires_grad_(not was)
                 for part, sink in zip(self._logging, sinks):
                     if sink is not None:
                         part.__dict__["_log_sink"] = sink
+
+    @contextmanager
+    def _parameters_stay(self) -> Iterator[None]:
+        """Raise an error if this forward changes parameters; for the first one only, since a comparison takes time."""
+        named = self._module.named_parameters() if self._checked else ()
+        copies = [(name, p, p.detach().clone()) for name, p in named if not is_sharded(p)]
+        try:
+            yield
+        finally:  # torch stops a forward with an exception as soon as backward has what it needs
+            # Changes such as clamp_() may be repeated; those of an embedding's max_norm, up to rounding.
+            changed = [name for name, p, copied in copies if not torch.allclose(p, copied, rtol=1e-4, equal_nan=True)]
+            if changed:
+                raise _not_repeatable(self._module, f"its parameter {changed[0]}")
