@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import multiprocessing.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -398,13 +399,13 @@ def _shared_memory() -> set[str]:
 
 
 def _made_by_this_process(name: str) -> bool:
-    """A semaphore and torch_<pid>_... tell their maker; another name is judged by the time of the test alone."""
+    """A semaphore, torch_<pid>_... and joblib's folders tell their maker; others are judged by the time of the test."""
     if name.startswith("sem."):
         # Those of a launch begin with the launching process's number. joblib, which comes with scikit-learn, names all
         # of a process's semaphores anew once it is imported.
         return name.startswith((f"sem.mp-tests-{os.getpid()}-", f"sem.mp-{os.getpid()}-", f"sem.loky-{os.getpid()}-"))
-    parts = name.split("_")
-    return not (parts[0] == "torch" and len(parts) > 1 and parts[1].isdigit()) or int(parts[1]) == os.getpid()
+    maker = re.match(r"(torch|joblib_memmapping_folder)_(\d+)_", name)
+    return maker is None or int(maker[2]) == os.getpid()
 
 
 def _held_by_others(name: str) -> bool:
