@@ -24,6 +24,7 @@ from trainloop.model import yields_losses
 from trainloop.optim.parameters import own_parameters
 from trainloop.parallel.added import AddedParameters
 from trainloop.parallel.containers import with_dicts_of, with_multi_losses, with_plain_dicts, without_dict_classes
+from trainloop.parallel.sharded.arguments import HandsBack
 from trainloop.parallel.sharded.misuse import (
     WatchedForwards,
     explain_sharded,
@@ -264,7 +265,8 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
                 p.data = data
         self._tt_groups = [group for _, unit in units for group in parameter_groups(unit)]
         whole = [p for p in own_parameters(module) if stays_whole(p)]  # in one order on all ranks, unlike in a set
-        self._tt_hooks = [unit.register_forward_pre_hook(_Flags(unit).follow, prepend=True) for _, unit in units[:-1]]
+        self._tt_hooks: list[Any] = [HandsBack(unit) for _, unit in units]
+        self._tt_hooks += [unit.register_forward_pre_hook(_Flags(unit).follow, prepend=True) for _, unit in units[:-1]]
         self._tt_hooks += [refuse_other_parameters(name, unit) for name, unit in units[:-1]]  # runs before the others
         self._tt_hooks += [refuse_freed_input(name, unit) for name, unit in units[:-1]]
         self._tt_until_begun = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import math
 from collections.abc import Callable
@@ -174,6 +175,36 @@ class Late(Tower):
         return self.last(super().forward(x))
 
 
+class Keeping(Block):
+    """Puts its output into a list, a dict and a deque that it gets, as blocks with skip connections do."""
+
+    def forward(self, x: Tensor, kept: Any = None, *, state: Any = None) -> Tensor:  # type: ignore[override]
+        skips, (calls, last) = kept
+        for skip in skips:
+            x = x + 0.1 * skip
+        x = super().forward(x)
+        skips.append(x)
+        last.append(x)
+        calls["n"] += 1
+        state["sum"] = state["sum"] + x * calls["n"]
+        return x
+
+
+class Skipping(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Keeping(5) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.words(x).mean(1)
+        skips, calls, last = [hidden], {"n": 0}, collections.deque(maxlen=2)
+        state = {"sum": hidden}
+        for block in self.blocks:
+            hidden = block(hidden, [skips, (calls, last)], state=state)
+        assert (len(skips), calls["n"], skips[0] is state["sum"]) == (4, 3, False)
+        return self.head(sum(skips) + sum(last) + state["sum"] + hidden) * self.temperature
+
+
 EQUAL: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
     "no part on a rank": (
         Small,
@@ -188,6 +219,7 @@ EQUAL: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
     "flags set in the loss": (Sampled, list),
     "complex parameters": (Turning, lambda: [HalvesImaginary()]),
     "lazy layers": (Late, list),
+    "blocks that change what they get": (Skipping, list),
     "modules added": (Tower, lambda: [Adapting()]),
 }
 
