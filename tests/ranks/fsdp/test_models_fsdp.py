@@ -6,6 +6,7 @@ import collections
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -175,8 +176,14 @@ class Late(Tower):
         return self.last(super().forward(x))
 
 
+@dataclass
+class Summed:
+    x: Tensor
+    number: int = 0
+
+
 class Keeping(Block):
-    """Puts its output into a list, a dict and a deque that it gets, as blocks with skip connections do."""
+    """Puts its output into what it gets, as blocks with skip connections do: a list, a dict, a deque, an object."""
 
     def forward(self, x: Tensor, kept: Any = None, *, state: Any = None) -> Tensor:  # type: ignore[override]
         skips, (calls, last) = kept
@@ -187,6 +194,8 @@ class Keeping(Block):
         last.append(x)
         calls["n"] += 1
         state["sum"] = state["sum"] + x * calls["n"]
+        state["object"].number += 1
+        state["object"].x = state["object"].x + x * state["object"].number
         return x
 
 
@@ -198,11 +207,12 @@ class Skipping(Tower):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.words(x).mean(1)
         skips, calls, last = [hidden], {"n": 0}, collections.deque(maxlen=2)
-        state = {"sum": hidden}
+        summed = Summed(hidden)
+        state = {"sum": hidden, "object": summed}
         for block in self.blocks:
             hidden = block(hidden, [skips, (calls, last)], state=state)
-        assert (len(skips), calls["n"], skips[0] is state["sum"]) == (4, 3, False)
-        return self.head(sum(skips) + sum(last) + state["sum"] + hidden) * self.temperature
+        assert (len(skips), calls["n"], summed.number, skips[0] is state["sum"]) == (4, 3, 3, False)
+        return self.head(sum(skips) + sum(last) + state["sum"] + summed.x + hidden) * self.temperature
 
 
 EQUAL: dict[str, tuple[Any, Callable[[], list[Any]]]] = {

@@ -245,9 +245,15 @@ def test_a_hook_that_is_assigned_to_a_callback_or_the_model_is_called_from_the_n
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch's compiler
 @pytest.mark.parametrize("gpu_mode", ["single", "dp"])
-@pytest.mark.parametrize("compile_args", [False, {"backend": "aot_eager"}], ids=["eager", "compiled"])
-def test_hooks_that_a_compiled_model_gets_in_a_later_epoch_are_called(compile_args: Any, gpu_mode: str) -> None:
+@pytest.mark.parametrize("compiles", ["no", "fit", "hook"])
+def test_hooks_that_a_compiled_model_gets_in_a_later_epoch_are_called(compiles: str, gpu_mode: str) -> None:
     """By default, the graphs of torch.compile don't notice such hooks."""
+    compile_args: Any = {"backend": "aot_eager"} if compiles == "fit" else False
+
+    class Compiles(AbstractCallback):
+        def on_train_begin(self) -> None:
+            if compiles == "hook":
+                self.train_loop_obj.model.compile(backend="aot_eager")
 
     class Hooks(AbstractCallback):
         def on_epoch_begin(self) -> None:
@@ -262,7 +268,7 @@ def test_hooks_that_a_compiled_model_gets_in_a_later_epoch_are_called(compile_ar
     expected.fit(num_epochs=4, callbacks=[Hooks("hooks")])
     loop = loop_of("rate", gpu_mode, compile=compile_args)
     torch._dynamo.reset()
-    loop.fit(num_epochs=4, callbacks=[Hooks("hooks")])
+    loop.fit(num_epochs=4, callbacks=[Compiles("compiles"), Hooks("hooks")])
     torch._dynamo.reset()
     assert loop.history["loss"] == pytest.approx(expected.history["loss"], abs=1e-12)
     torch.testing.assert_close(loop.model.state_dict(), expected.model.state_dict(), rtol=0, atol=1e-12)

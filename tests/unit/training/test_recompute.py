@@ -168,6 +168,20 @@ def test_which_modules_are_meant() -> None:
             TrainLoop(model, None, checkpoint_modules=wrong)
 
 
+def fitted(model: Net, choice: Any) -> TrainLoop[Net]:
+    loop = TrainLoop(
+        model,
+        DataLoader(make_data(40), 16),
+        optimizer=optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(),
+        accelerator="cpu",
+        progress_bar=False,
+        checkpoint_modules=choice,
+    )
+    loop.fit(num_epochs=2)
+    return loop
+
+
 class Mean:
     """A meter, as users write them."""
 
@@ -308,16 +322,7 @@ def test_what_a_forward_reads_and_changes_is_as_without_checkpointing(kind: type
         random.seed(0)
         model = Repeats()
         model.blocks = nn.ModuleList(kind() for _ in range(2))
-        loop = TrainLoop(
-            model,
-            DataLoader(make_data(40), 16),
-            optimizer=optim.SGD(model.parameters(), lr=0.1),
-            criterion=nn.CrossEntropyLoss(),
-            accelerator="cpu",
-            progress_bar=False,
-            checkpoint_modules=choice,
-        )
-        loop.fit(num_epochs=2)
+        loop = fitted(model, choice)
         drawn = [*map(float, (torch.rand(1), np.random.rand(), random.random()))]
         found.append([model.state_dict(), loop.history["loss"], [*map(of_attributes, model.blocks)], drawn])
     torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=0)
@@ -371,17 +376,7 @@ def trained_layers(layers: list[nn.Module], call: Any, choice: Any, get_loss: An
         Calls.get_loss = get_loss
     model = Calls()
     model.blocks = nn.ModuleList(copy.deepcopy(layers))
-    loop = TrainLoop(
-        model,
-        DataLoader(make_data(40), 16),
-        optimizer=optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        accelerator="cpu",
-        progress_bar=False,
-        checkpoint_modules=choice,
-    )
-    loop.fit(num_epochs=2)
-    return loop
+    return fitted(model, choice)
 
 
 class State:
@@ -451,9 +446,17 @@ def test_changes_that_would_be_made_twice_are_errors() -> None:
         layer.linear.weight.data.mul_(0.9)
         return x
 
+    def shrinks_later(layer: Layer, x: Tensor, debug: Any) -> Tensor:
+        layer.calls = getattr(layer, "calls", 0) + 1
+        if layer.calls == 3:
+            with torch.no_grad():
+                layer.linear.weight.mul_(0.9)
+        return x
+
     trained_layers([Layer(clamps)], nn.Module.__call__, Layer)
-    with pytest.raises(ConfigurationError, match=r"the forward of Layer changes its parameter linear\.weight"):
-        trained_layers([Layer(shrinks)], nn.Module.__call__, Layer)
+    for change in (shrinks, shrinks_later):
+        with pytest.raises(ConfigurationError, match=r"the forward of Layer changes its parameter linear\.weight"):
+            trained_layers([Layer(change)], nn.Module.__call__, Layer)
     for call in (lambda block, x: block(x), lambda block, x: block(x=x), lambda block, x: block([x])):
         in_place = Layer(lambda layer, x, debug: (x[0] if isinstance(x, list) else x).mul_(2))
         with pytest.raises(ConfigurationError, match="the forward of Layer changes an input in place"):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from trainloop._support.nested import stored_items
-
-_CONTAINERS = (list, dict, deque)  # and their subclasses that torch copies; others reach the unit itself
+from trainloop._support.nested import own_attributes, stored_items
 
 
 class HandsBack:
@@ -26,8 +25,9 @@ class HandsBack:
     """
 
     def __init__(self, unit: nn.Module) -> None:
-        self._given: list[Any] = []  # the arguments of each call that has begun: a unit may call itself
-        self._pairs: list[list[tuple[Any, Any, list[Any]]]] = []
+        # Of each call that has begun, as a unit may call itself: its arguments, and what torch has copied, each with
+        # the copy and the copy's items.
+        self._calls: list[tuple[Any, list[tuple[Any, Any, dict[Any, Any]]]]] = []
         self._hooks = [
             unit.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True),  # before torch's
             unit.register_forward_pre_hook(self._pair, with_kwargs=True),
@@ -41,43 +41,44 @@ class HandsBack:
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
-            self._given.append((args, kwargs))
-            self._pairs.append([])
+            self._calls.append(((args, kwargs), []))
 
     def _pair(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not self._given:
+        if torch.compiler.is_compiling() or not self._calls:
             return
-        left = [*zip(self._given[-1][0], args), *((given, kwargs[key]) for key, given in self._given[-1][1].items())]
+        arguments, copies = self._calls[-1]
+        left = [(arguments, (args, kwargs))]
         while left:
             given, copied = left.pop()
-            if given is copied or type(given) is not type(copied):
-                continue
-            if isinstance(given, _CONTAINERS):
-                self._pairs[-1].append((given, copied, _contents(copied)))
-            elif isinstance(given, Tensor):
-                self._pairs[-1].append((given, copied, []))
-            if isinstance(given, (*_CONTAINERS, tuple)):
-                left += zip(stored_items(given), stored_items(copied))
+            if given is not copied:
+                items, originals = _items(copied), _items(given)
+                copies.append((given, copied, items))
+                left += [(originals[key], item) for key, item in items.items() if key in originals]
 
     def _end(self, *_: Any) -> None:
-        if torch.compiler.is_compiling() or not self._given:
+        if torch.compiler.is_compiling() or not self._calls:
             return
-        self._given.pop()
-        pairs = self._pairs.pop()
-        originals = {id(copied): given for given, copied, _ in pairs}
-        for given, copied, before in pairs:
-            now = [] if isinstance(given, Tensor) else _contents(copied)
-            if len(now) == len(before) and all(one is other for one, other in zip(now, before)):
-                continue
-            if isinstance(given, dict):
-                changed = {key: originals.get(id(value), value) for key, value in copied.items()}
-                given.clear()
-                given.update(changed)
-            else:
-                items = [originals.get(id(item), item) for item in copied]
-                given.clear()
-                given.extend(items)
+        _, copies = self._calls.pop()
+        originals = {id(copied): given for given, copied, _ in copies}
+        for given, copied, before in copies:
+            now = _items(copied)
+            if list(now) != list(before) or any(now[key] is not before[key] for key in now):
+                _fill(given, {key: originals.get(id(item), item) for key, item in now.items()})
 
 
-def _contents(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+def _items(value: Any) -> dict[Any, Any]:
+    """Return the items of what torch takes apart, by key, index or attribute; empty for all else, such as tensors."""
+    if isinstance(value, dict):
+        return dict(value.items())
+    if isinstance(value, (list, tuple, deque)):
+        return dict(enumerate(stored_items(value)))
+    return own_attributes(value) if dataclasses.is_dataclass(value) else {}
+
+
+def _fill(container: Any, items: dict[Any, Any]) -> None:
+    if isinstance(container, (dict, list, deque)):
+        container.clear()
+        container.update(items) if isinstance(container, dict) else container.extend(items.values())
+    else:
+        for name, value in items.items():
+            setattr(container, name, value)

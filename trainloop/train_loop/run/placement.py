@@ -208,8 +208,7 @@ def placed(loop: LoopState, job: FitJob | None, *, joined: bool) -> Iterator[Pla
         if job is not None and options.checkpoint_modules is not None:
             undo.enter_context(recomputing(model, options.checkpoint_modules))
         if options.compile_args is not None or options.compiles_step or any(map(is_compiled, model.modules())):
-            # By default, graphs do not notice hooks that modules get after their first forward.
-            undo.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
+            notice_hooks(undo)
         if options.compile_args is not None:
             # Compile in place: torch.compile(model) would create another module, with prefixed keys in checkpoints.
             model.compile(**options.compile_args)
@@ -237,6 +236,12 @@ def placed(loop: LoopState, job: FitJob | None, *, joined: bool) -> Iterator[Pla
         )
         undo.callback(place.release)
         yield place
+
+
+def notice_hooks(undo: ExitStack) -> None:
+    """Let graphs that are compiled from now on notice hooks that modules get later, until ``undo`` is closed."""
+    if torch._dynamo.config.skip_nnmodule_hook_guards:  # torch's default
+        undo.enter_context(torch._dynamo.config.patch(skip_nnmodule_hook_guards=False))
 
 
 def _take_first_ranks_values(modules: Iterable[nn.Module]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from trainloop._support import rng
 from trainloop._support.nested import tensors_of
@@ -114,7 +115,7 @@ def _recomputed(cls: type[nn.Module], logging: list[TTModel]) -> type[nn.Module]
 def _checkpointed(module: nn.Module, before: _Forward, forward: Any, args: Any, kwargs: Any) -> Any:
     from torch.utils.checkpoint import checkpoint  # torch 2.6 imports sympy here (0.2 s)
 
-    versions = [tensor._version for tensor in before.inputs]
+    inputs, parameters = _versions(before.inputs), _versions(module.parameters())
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), _Reentered(before.again)
@@ -124,10 +125,15 @@ def _checkpointed(module: nn.Module, before: _Forward, forward: Any, args: Any, 
 
     # torch would not notice changes of tensors in keywords and containers, and takes some keywords for its own.
     output = checkpoint(run, *before.inputs, use_reentrant=False, context_fn=contexts)
-    if [tensor._version for tensor in before.inputs] != versions:
+    before.compares = before.compares or _versions(module.parameters()) != parameters
+    if _versions(before.inputs) != inputs:
         raise _not_repeatable(module, "an input in place (write x = x + y instead of x += y)")
     before.states.drop_unchanged()
     return output
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors if not (is_lazy(tensor) or tensor.is_inference())]
 
 
 def _not_repeatable(module: nn.Module, what: str) -> ConfigurationError:
@@ -168,7 +174,7 @@ class _Forward:
     ) -> None:
         parts = list(module.modules())
         self._module = module
-        self._checked = next(first, False)
+        self.compares = next(first, False)  # also if a parameter's version has changed: ``p.data.mul_(2)`` changes none
         self._logging = [*logging, *(part for part in parts if isinstance(part, TTModel))]  # dp has replicas
         self.inputs = [tensor for tensor in tensors_of((args, kwargs)) if not tensor.is_inference()]
         self.states = ModuleStates(parts, self.inputs, module=module, arguments=[args, kwargs])
@@ -198,8 +204,8 @@ class _Forward:
 
     @contextmanager
     def _parameters_stay(self) -> Iterator[None]:
-        """Raise an error if this forward changes parameters; for the first one only, since a comparison takes time."""
-        named = self._module.named_parameters() if self._checked else ()
+        """Raise an error if this forward changes parameters, where :attr:`compares` is True: comparing takes time."""
+        named = self._module.named_parameters() if self.compares else ()
         copies = [(name, p, p.detach().clone()) for name, p in named if not is_sharded(p)]
         try:
             yield

@@ -57,7 +57,7 @@ from trainloop.train_loop.progress.running import Stage
 from trainloop.train_loop.progress.timings import StepClock
 from trainloop.train_loop.run.idle import refuse_exchanges
 from trainloop.train_loop.run.losses import explain_backward, explain_freed_graph, read_loss, refuse_constant
-from trainloop.train_loop.run.placement import Placement
+from trainloop.train_loop.run.placement import Placement, notice_hooks
 from trainloop.train_loop.run.run import STEPS_BETWEEN_FLUSHES, Run
 from trainloop.train_loop.saving import collect, cut_epochs, load
 from trainloop.train_loop.saving.beside import ChangesBeside, warn_of_unlike_tensors
@@ -516,6 +516,8 @@ class Training(Run):
         self.follow_modules(modules, parts)
         # Without the mode of torch's functions in later steps, torch.compile would compile again.
         self._sees_functions = any(map(is_compiled, parts))
+        if self._sees_functions:  # a hook may have compiled a module
+            notice_hooks(self.undo)
         if self._sees_functions or self._functions is not None or loop.global_step >= self._looks_again:
             self._functions, self._looks_again = [], loop.global_step + _STEPS_BETWEEN_LOOKS
         if self._kept_in_eval is None:
