@@ -254,3 +254,103 @@ def test_a_rank_without_samples_takes_part(name: str, rows: int, accumulation: i
     assert reference.largest_difference(single[0], ddp[0]) < 1e-9
     assert single[1] == pytest.approx(ddp[1], rel=1e-9)
     assert single[2:] == ddp[2:]
+
+
+class Centred(TTBasicModel):
+    """Subtracts a running mean, which each loss changes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
+        self.register_buffer("mean", torch.zeros(6).double())
+
+    def centred(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.3)
+        return x - self.mean
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        yield "a", criterion(self.a(self.centred(x)), y)
+        yield "b", criterion(self.b(self.centred(x)), y)
+
+
+def two_optimizers(model: Any) -> dict[str, optim.Optimizer]:
+    return {name: optim.SGD(getattr(model, name).parameters(), 0.1) for name in "ab"}
+
+
+def loop_in_two_ranks(model: Any, data: TensorDataset, mode: str) -> TrainLoop:
+    return TrainLoop(
+        model,
+        DataLoader(data, batch_size=4),
+        optimizer=MultiOptimizer(two_optimizers(model)),
+        criterion=nn.functional.cross_entropy,
+        gpu_mode=mode,
+        devices=2,
+        accelerator="cpu",
+        progress_bar=False,
+    )
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_each_yielded_loss_reads_the_buffers_of_rank_0(mode: str) -> None:
+    """The reference sends rank 0's buffers before each forward, as DDP does."""
+    data = classes(24)
+    ours, theirs = Centred(), [Centred(), Centred()]
+    optimizers = two_optimizers(theirs[0])
+    for start in range(0, 24, 8):
+        parts = [tuple(t[start + rank : start + 8 : 2] for t in data.tensors) for rank in range(2)]
+        losses = [
+            model.get_loss(part, nn.functional.cross_entropy, torch.device("cpu"))
+            for model, part in zip(theirs, parts, strict=True)
+        ]
+        for optimizer in optimizers.values():
+            theirs[1].load_state_dict(theirs[0].state_dict())
+            for model, generator in zip(theirs, losses, strict=True):
+                model.zero_grad()
+                next(generator)[1].backward()
+            for first, second in zip(theirs[0].parameters(), theirs[1].parameters(), strict=True):
+                if first.grad is not None and second.grad is not None:
+                    first.grad.add_(second.grad).div_(2)
+            optimizer.step()
+    loop_in_two_ranks(ours, data, mode).fit(num_epochs=1)
+    for name, value in theirs[0].state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=1e-12)
+
+
+class Uncentred(Centred):
+    def centred(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Grows(AbstractCallback):
+    def on_batch_begin(self) -> None:
+        loop = self.train_loop_obj
+        if loop.global_step == 1:
+            grow(loop.model, loop.optimizer["a"])
+
+
+def grow(model: Any, optimizer: optim.Optimizer) -> None:
+    torch.manual_seed(5)
+    further = nn.Linear(3, 3).double()
+    model.a = nn.Sequential(model.a, further)
+    optimizer.add_param_group({"params": list(further.parameters())})
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_layer_that_a_hook_adds_is_trained_by_yielded_losses_from_that_step_on(mode: str) -> None:
+    data = classes(24)
+    ours, theirs = Uncentred(), Uncentred()
+    optimizers: Any = two_optimizers(theirs)
+    for step, start in enumerate(range(0, 24, 8)):
+        if step == 1:
+            grow(theirs, optimizers["a"])
+        batch = tuple(t[start : start + 8] for t in data.tensors)
+        for name, loss in theirs.get_loss(batch, nn.functional.cross_entropy, torch.device("cpu")):
+            theirs.zero_grad()
+            loss.backward()
+            optimizers[name].step()
+    loop_in_two_ranks(ours, data, mode).fit(num_epochs=1, callbacks=[Grows()])
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=1e-12)

@@ -326,3 +326,70 @@ def test_each_loss_has_its_own_weight_in_the_history(explicit: bool) -> None:
         for name, value in expected.items():
             assert loop.history[f"{kind}_{name}"] == [pytest.approx(value.item(), rel=1e-6)]
         assert loop.history[kind] == [pytest.approx(sum(value.item() for value in expected.values()), rel=1e-6)]
+
+
+class Replaces(AbstractCallback):
+    """At the third step, replaces what the loop trains with."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__("replaces")
+        self.change = change
+
+    def on_batch_begin(self) -> None:
+        if self.train_loop_obj.global_step == 2:
+            self.change(self.train_loop_obj)
+
+
+def test_what_a_hook_assigns_at_a_batch_trains_from_that_batch_on() -> None:
+    def others(model: Any) -> MultiOptimizer:
+        return MultiOptimizer({name: optim.Adam(getattr(model, name).parameters(), 0.01) for name in "ab"})
+
+    class Two(TTBasicModel):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(8, 3), nn.Linear(8, 3)
+
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            x, y = batch_data
+            yield "a", criterion(self.a(x), y)
+            yield "b", criterion(self.b(x) + self.a(x).detach(), y)
+
+    ours, theirs = Two(), Two()
+    loader = DataLoader(make_data(40), batch_size=8)
+    steps = iter(range(5))
+    criterion: Any = nn.CrossEntropyLoss()
+    optimizers: Any = {name: optim.SGD(getattr(theirs, name).parameters(), 0.1) for name in "ab"}
+    for batch in loader:
+        if next(steps) == 2:
+            optimizers, criterion = others(theirs), nn.CrossEntropyLoss(label_smoothing=0.1)
+        for name, loss in theirs.get_loss(batch, criterion, torch.device("cpu")):
+            theirs.zero_grad()
+            loss.backward()
+            optimizers[name].step()
+
+    def change(loop: Any) -> None:
+        loop.optimizer, loop.criterion = others(loop.model), nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    first = MultiOptimizer({name: optim.SGD(getattr(ours, name).parameters(), 0.1) for name in "ab"})
+    loop = loop_of(ours, loader, first, nn.CrossEntropyLoss())
+    loop.fit(num_epochs=1, callbacks=[Replaces(change)])
+    for own, value in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(own, value)
+
+
+def test_a_weighted_class_loss_among_others_is_warned_of() -> None:
+    class Sum(TTBasicModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 3)
+
+        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+            x, y = batch_data
+            yield criterion(self.layer(x), y) + self.layer.weight.square().sum()
+
+    model = Sum()
+    loader = DataLoader(make_data(16), batch_size=4)
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5]))
+    with pytest.warns(UserWarning, match="averages over the targets' weights"):
+        loop_of(model, loader, optim.SGD(model.parameters(), 0.1), criterion).fit(num_epochs=1, grad_accumulation=2)

@@ -78,11 +78,6 @@ class Placement:
     wrap: Callable[..., Any] | None = None
     """Function that creates the wrapper; takes further arguments of the wrapper's constructor."""
 
-    @property
-    def autocasts(self) -> bool:
-        """True if :attr:`autocast` has an effect."""
-        return self.autocast is not _NOTHING
-
     collective: ClassVar[bool] = False
     """True if each forward is an exchange between all ranks, so that all ranks must run the same number of forwards."""
     scaler_type: ClassVar[type[torch.amp.GradScaler]] = Scaler

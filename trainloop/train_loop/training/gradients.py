@@ -250,10 +250,14 @@ class Gradients:
         weight.reduced_later = (
             ragged or self._always_later or self.own_weights.separated
         ) and not self._place.collective
-        if weight.reduced_later or self._shares_buffers:  # DDP's forward does this by itself
-            self._place.share_buffers()
+        self.share_buffers()
         if weight.reduced_later and isinstance(self._place.wrapper, TTDistributedDataParallel):
             self._place.wrapper.passed_by()
+
+    def share_buffers(self) -> None:
+        """Copy rank 0's buffers to all ranks before a forward, unless DDP's own forward does this. Collective."""
+        if self.weight.reduced_later or self._shares_buffers:
+            self._place.share_buffers()
 
     def is_whole(self, count: int) -> bool:
         """Return True if one micro-batch of this process is the whole step, of ``count`` micro-batches.

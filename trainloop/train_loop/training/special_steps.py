@@ -33,7 +33,6 @@ from trainloop.train_loop.run.losses import (
     explain_backward,
     joined_losses,
     read_yielded,
-    refuse_constant,
 )
 from trainloop.train_loop.training.training import Training
 
@@ -49,18 +48,15 @@ class AlternatingTraining(Training):
 
     def forward_backward(self, step: StepBatches, **_: Any) -> None:
         """Run the micro-batches' generators to their ends, with the optimizers' steps in between."""
-        loop, hooks, place, recorder, gradients = self.loop, self.hooks, self.place, self.recorder, self.gradients
+        loop, place, recorder, gradients = self.loop, self.place, self.recorder, self.gradients
         counts = step.counts
         count = max(counts) if counts else len(step.batches)
         recorder.step = loop.progress.global_step + 1
         self.stage = "forward"
         # If this rank has no batch, values that hooks log have weight 0.
         self._sizes = [*step.sizes, *[0] * (count - len(step.sizes))]
-        for recorder.batch_size in self._sizes:
-            loop.progress.total_iteration_idx += 1
-            self.epoch_batches += 1
-            for hook in hooks.on_batch_begin:
-                hook()
+        for i, size in enumerate(self._sizes):
+            self.begin_batch(i, size, ends_last=False)
         # In ddp, the wrapper is not used: DDP's reducer expects one backward per forward.
         batches = step.batches
         if counts and place.collective:  # every rank must run the same number of forwards
@@ -114,6 +110,7 @@ class AlternatingTraining(Training):
     ) -> tuple[int, ...] | None:
         """Run backward of each generator's next loss; return its optimizers' indices, or None once all have ended."""
         seen: set[tuple[int, ...]] = set()
+        self.gradients.share_buffers()  # each loss has its own forward
         for i, generator in enumerate(generators):
             if i >= len(step.batches):
                 with self.place.batchnorm_ranks(counts, i), self.idle.without_side_effects():
@@ -132,13 +129,11 @@ class AlternatingTraining(Training):
                     self.gradients.refuse_own_backward(before)
                 if item is _ENDED:
                     seen.add(_ENDED)
+                    self.class_losses.take()  # of calls after the last loss
                     continue
                 size = step.sizes[i]
                 optimizer, read = read_yielded(item, size, self.gradients.sums)
-                if self._functions is not None:
-                    self.advice.sums(read, len(step.batches))
-                if self.place.collective:
-                    refuse_constant(read.loss)
+                read = self.checked(read, len(step.batches))
                 indices = _indices_of(self.loop.optimizer, optimizer)
                 seen.add(indices)
                 self._backward_of(step, i, indices, read)

@@ -56,7 +56,7 @@ from trainloop.train_loop.progress.loop_state import LoopState, added_attributes
 from trainloop.train_loop.progress.running import Stage
 from trainloop.train_loop.progress.timings import StepClock
 from trainloop.train_loop.run.idle import refuse_exchanges
-from trainloop.train_loop.run.losses import explain_backward, explain_freed_graph, read_loss, refuse_constant
+from trainloop.train_loop.run.losses import BatchLoss, explain_backward, explain_freed_graph, read_loss, refuse_constant
 from trainloop.train_loop.run.placement import Placement, notice_hooks
 from trainloop.train_loop.run.run import STEPS_BETWEEN_FLUSHES, Run
 from trainloop.train_loop.saving import collect, cut_epochs, load
@@ -134,7 +134,7 @@ class Training(Run):
         self._told: tuple[int, list[Any]] = (-1, [])  # the epoch that parts of the loader know
         self._known_callbacks: list[AbstractCallback] = list(loop.callbacks)
         self._checks_backward = False  # True if get_loss must not change gradients
-        self._class_losses = ClassLosses()
+        self.class_losses = ClassLosses()
         self._sees_functions = False  # True if functions are looked for in every step of the epoch
         self._functions: list[FunctionCall] | None = None
         """Calls of functions of class indices in a batch; ``None`` if they needn't be seen, as in most steps."""
@@ -682,14 +682,8 @@ class Training(Run):
                 # their own, such as saliencies or the Fisher information.
                 for optimizer in gradients.optimizers:
                     drop_gradients(optimizer)
-            model, around = place.wrapper, _ALONE
-            if self._in_ranks:
-                later = gradients.weight.reduced_later
-                model = place.model if later else model
-                around = place.batchnorm_ranks(counts, i) if later or counts else place.gradient_sync(i == count - 1)
+            model, around = self._in_rank(step, i, count) if self._in_ranks else (place.wrapper, _ALONE)
             borrowed = self.idle.borrowed_batch(batches, counts, i) if counts and place.collective else None
-            if counts:
-                around = self.uneven(around, step, i)
             with around:
                 if borrowed is not None:
                     with self.idle.without_side_effects():
@@ -700,23 +694,14 @@ class Training(Run):
                     if self.expects is not None:
                         self.expects(sizes[i])
                     before = gradients.now() if self._checks_backward else None
-                    if self._functions is not None:
+                    if self._functions is None and type(place.autocast) is nullcontext:  # without a context
+                        output = model.get_loss(batches[i], loop.criterion, place.device)
+                    else:
                         with place.autocast, self.seeing_functions():
                             output = model.get_loss(batches[i], loop.criterion, place.device)
-                    elif place.autocasts:
-                        with place.autocast:
-                            output = model.get_loss(batches[i], loop.criterion, place.device)
-                    else:
-                        output = model.get_loss(batches[i], loop.criterion, place.device)
                     if before is not None:
                         gradients.refuse_own_backward(before)
-                    read = read_loss(output, sizes[i], gradients.sums)
-                    if place.collective:
-                        refuse_constant(read.loss)
-                    if self._functions is not None:
-                        self.advice.sums(read, count)
-                    if self._class_losses.calls:
-                        self.advice.averages(read, count, self._class_losses.take())
+                    read = self.checked(read_loss(output, sizes[i], gradients.sums), count)
                     scaled = read.loss
                     if not whole:
                         scale, last = None if scales is None else scales[i], i == count - 1
@@ -738,6 +723,24 @@ class Training(Run):
             self.functions_seen()
         factor = None if whole else gradients.complete(gradients.now_learned())
         return gradients.loss_over_ranks(scaled_losses, factor) if wants_loss else None
+
+    def _in_rank(self, step: StepBatches, i: int, count: int) -> tuple[Any, AbstractContextManager[Any]]:
+        """Return what runs ``get_loss`` for a rank's ``i``-th of ``count`` micro-batches, and the context for it."""
+        place, later = self.place, self.gradients.weight.reduced_later
+        if step.counts is None and not later:
+            return place.wrapper, place.gradient_sync(i == count - 1)
+        around = place.batchnorm_ranks(step.counts, i)
+        return place.model if later else place.wrapper, around if step.counts is None else self.uneven(around, step, i)
+
+    def checked(self, read: BatchLoss, count: int) -> BatchLoss:
+        """Return a loss of one of ``count`` micro-batches, after checks."""
+        if self.place.collective:
+            refuse_constant(read.loss)
+        if self._functions is not None:
+            self.advice.sums(read, count)
+        if self.class_losses.calls:
+            self.advice.averages(read, count, self.class_losses.take())
+        return read
 
     @contextmanager
     def uneven(self, around: AbstractContextManager[Any], step: StepBatches, i: int) -> Iterator[None]:
@@ -762,10 +765,10 @@ class Training(Run):
             return
         before = len(self._functions)
         roots = () if idle else trained_modules(self.loop.model, self.loop.criterion)
-        with functional_losses(self._functions, self.loop.model), self._class_losses.of_libraries(*roots):
+        with functional_losses(self._functions, self.loop.model), self.class_losses.of_libraries(*roots):
             yield
         if not idle:
-            self._class_losses.add(self._functions[before:])
+            self.class_losses.add(self._functions[before:])
             self.gradients.own_weights.calls_class_losses |= len(self._functions) > before
 
     def functions_seen(self) -> None:
@@ -773,10 +776,13 @@ class Training(Run):
         stays = self._sees_functions or any(call.needs_mode for call in self._functions or ())
         self._functions = [] if stays else None
 
-    def begin_batch(self, i: int, size: int) -> None:
-        """Begin the ``i``-th micro-batch of a step. It has ``size`` samples: 0 on a rank without this micro-batch."""
+    def begin_batch(self, i: int, size: int, *, ends_last: bool = True) -> None:
+        """Begin the ``i``-th micro-batch of a step. It has ``size`` samples: 0 on a rank without this micro-batch.
+
+        With ``ends_last``, the previous micro-batch of the step ends before.
+        """
         hooks = self.hooks
-        for hook in hooks.on_batch_end if i else ():  # still from the previous micro-batch
+        for hook in hooks.on_batch_end if i and ends_last else ():
             hook()
         # Set before the first hook. On a rank without a batch, logs of hooks have weight 0.
         self.recorder.batch_size = size
