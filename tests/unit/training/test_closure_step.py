@@ -297,3 +297,41 @@ def test_an_optimizer_with_a_closure_in_place_of_one_of_several_is_named_also_be
     loop = TrainLoop(model, DataLoader(make_data(), 10), None, None, several, nn.CrossEntropyLoss(), progress_bar=False)
     with pytest.raises(ConfigurationError, match=r"LBFGS.*another kind than those of SGD, as one .* needs a closure"):
         loop.fit(num_epochs=1, callbacks=[Replaces("replaces")])
+
+
+@pytest.mark.parametrize("assigned", [False, True], ids=["a setting", "an optimizer"])
+def test_what_a_hook_changes_at_a_batch_holds_for_its_step(assigned: bool) -> None:
+    """LBFGS reads its settings before it calls the closure."""
+
+    def change(net: nn.Module, optimizer: Any) -> Any:
+        if assigned:
+            return optim.LBFGS(net.parameters(), lr=0.5, max_iter=3)
+        optimizer.param_groups[0]["lr"] = 0.5
+        return optimizer
+
+    class Changes(AbstractCallback):
+        def on_batch_begin(self) -> None:
+            loop = self.train_loop_obj
+            if loop.global_step == 2:
+                loop.optimizer = change(loop.model, loop.optimizer)
+
+    torch.manual_seed(0)
+    ours = Net()
+    theirs = copy.deepcopy(ours)
+    loader = DataLoader(make_data(40), batch_size=8)
+    optimizer: Any = optim.LBFGS(theirs.parameters(), lr=0.1, max_iter=2)
+    for step, batch in enumerate(loader):
+        if step == 2:
+            optimizer = change(theirs, optimizer)
+        by_hand(theirs, [batch], optimizer, nn.CrossEntropyLoss(), epochs=1)
+    loop = TrainLoop(
+        ours,
+        loader,
+        optimizer=optim.LBFGS(ours.parameters(), lr=0.1, max_iter=2),
+        criterion=nn.CrossEntropyLoss(),
+        accelerator="cpu",
+        progress_bar=False,
+    )
+    loop.fit(num_epochs=1, callbacks=[Changes()])
+    for own, value in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(own, value)

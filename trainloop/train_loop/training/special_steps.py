@@ -226,8 +226,11 @@ class ClosureTraining(Training):
     _batches: StepBatches
 
     def forward_backward(self, step: StepBatches, **_: Any) -> None:
-        """Store the batches; the optimizer's step runs them."""
+        """Call the first hooks: they may change settings, which the optimizer reads before it runs the batches."""
         self._batches = step
+        self.recorder.step = self.loop.progress.global_step + 1
+        self.stage = "forward"
+        self.begin_batch(0, step.sizes[0] if step.batches else 0)
 
     def step(self) -> None:
         """Step the optimizer, which evaluates the closure as often as it needs to."""
@@ -240,7 +243,7 @@ class ClosureTraining(Training):
             nonlocal first
             # Optimizers call their closure under no_grad. Repetitions log into a recorder that is never read.
             with torch.enable_grad(), nullcontext() if first else self.listening(Recorder()):
-                value = forward_backward(self._batches, first=first, wants_loss=True)
+                value = forward_backward(self._batches, first=first, begun=1, wants_loss=True)
                 # Clip in every run: otherwise a line search would compare clipped with unclipped gradients.
                 gradients.show_and_clip(enumerate(gradients.optimizers), gradients.now_learned())
             first = False
