@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,23 @@ class Numbers(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.number = 7
         return "secret" not in record.getMessage()
+
+
+def test_a_formatter_that_can_not_be_sent_is_replaced_by_the_default_one(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("trainloop.test.settings")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter := Brackets())
+    formatter.stream = sys.stderr  # type: ignore[attr-defined]  # as colorlog's, which optuna uses
+    formatter.lock = threading.Lock()  # type: ignore[attr-defined]
+    log.addHandler(handler)
+    try:
+        there = dumped_settings()
+        log.handlers.clear()
+        apply_settings(there)
+        log.error("shown")
+        assert capsys.readouterr().err == "shown\n"
+    finally:
+        log.handlers.clear()
 
 
 def test_formatters_filters_and_record_factories_of_the_user_arrive(

@@ -281,7 +281,7 @@ def _formatter_of(handler: logging.Handler) -> bytes:
     try:
         return _dumped(handler.formatter)
     except Exception:  # whatever a class of the user's refers to
-        return pickle.dumps(None)
+        return _dumped(None)
 
 
 def _read_log_filters() -> dict[str, list[Any]]:
