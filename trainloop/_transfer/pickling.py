@@ -268,6 +268,11 @@ def _reduce_weak_keys(pickler: Pickler, mapping: weakref.WeakKeyDictionary[Any, 
     return type(mapping), (), None, None, iter(list(mapping.items()))
 
 
+def _reduce_proxy(pickler: Pickler, proxy: Any) -> Any:
+    """Send a ``weakref.proxy``, which passes even its reduction on to the object: the reader would get a copy."""
+    return weakref.proxy, (proxy.__repr__.__self__,)
+
+
 _BY_NAME = {
     object,
     contextvars.ContextVar,
@@ -376,6 +381,7 @@ _SPECIAL: list[tuple[Any, Callable[[Any, Any], Any]]] = [
     (DataLoader, _without_iterator),
     (functools.cached_property, _reduce_cached_property),
     (weakref.WeakKeyDictionary, _reduce_weak_keys),  # functools.singledispatch has one
+    (weakref.ProxyTypes, _reduce_proxy),
     (types.GeneratorType, _reduce_generator),
 ]
 

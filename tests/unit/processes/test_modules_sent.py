@@ -158,3 +158,39 @@ def test_values_of_context_variables_and_of_thread_local_data_are_sent(
     with pytest.warns(UserWarning, match=r"context_of_a_user\.FUNCTIONS of this process can't be sent.*generator"):
         receive_modules(unsent)()
     assert again.FUNCTIONS.get() is not generator
+
+
+LARGE = """
+import os
+import numpy, torch
+FIRST, TABLE, WORDS = numpy.zeros(1 << 22), torch.zeros(1 << 19), [0.5] * (1 << 18)
+NAMES = {str(i) for i in range(1 << 18)}
+SMALL = {"scale": 1.0}
+
+def load():
+    if int(os.environ.get("RANK", 0)) == 0:
+        pass
+    return {"lr": 0.1}
+
+RANK, CONFIG, SAME = int(os.environ.get("RANK", -1)), load(), load()
+"""
+
+
+def test_values_that_keep_those_of_the_import_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "large_of_a_user.py").write_text(LARGE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("large_of_a_user")
+    module.TABLE = module.TABLE + 1
+    module.WORDS[0] = 0.25
+    module.CONFIG["lr"] = module.SMALL["scale"] = 5.0
+    sent = pickle.dumps({"large_of_a_user": pickle.loads(dumped_modules())["large_of_a_user"]})
+    del sys.modules["large_of_a_user"]
+    monkeypatch.setenv("RANK", "0")
+    again = importlib.import_module("large_of_a_user")  # as in a rank
+    with pytest.warns(UserWarning, match="large_of_a_user") as found:
+        receive_modules(sent)()
+    assert again.SMALL == {"scale": 5.0}  # larger values leave room for it
+    texts = [str(one.message) for one in found]
+    assert [text.split()[0].partition(".")[2] for text in texts] == ["CONFIG", "TABLE", "WORDS"]
+    assert "larger than 1 MiB" in texts[1]
+    assert "derives it from its own rank" in texts[0]

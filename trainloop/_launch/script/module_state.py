@@ -38,7 +38,7 @@ from trainloop._support.user_line import warn
 from trainloop._transfer import load_device
 from trainloop._transfer.pickling import Pickler
 
-_MOST_BYTES = 1 << 20  # of one value; a larger one is data, of which only type and length are compared
+_MOST_BYTES = 1 << 20  # of one value; of a larger one, type, length and the beginning are compared
 _MOST_IN_ALL = 16 << 20
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
@@ -278,18 +278,19 @@ class _Limit(io.RawIOBase):
         self.left = left
         self.importable: dict[str, bool] = {}
         """Whether new processes find a module, which the values share: it is looked up in the file system."""
-        self._parts: list[bytes] = []
+        self.parts: list[bytes] = []
+        """What one value has written so far."""
 
     def write(self, data: Any) -> int:
-        data = bytes(memoryview(data))
-        self.left -= len(data)
-        if self.left < 0 or sum(map(len, self._parts)) + len(data) > _MOST_BYTES:
+        view = data.raw() if isinstance(data, pickle.PickleBuffer) else memoryview(data)
+        self.parts.append(bytes(view[: _MOST_BYTES + 1]))
+        self.left -= len(self.parts[-1])
+        if self.left < 0 or sum(map(len, self.parts)) > _MOST_BYTES:
             raise _TooLargeError
-        self._parts.append(data)
-        return len(data)
+        return len(view)
 
     def taken(self) -> bytes:
-        data, self._parts = b"".join(self._parts), []
+        data, self.parts = b"".join(self.parts), []
         return data
 
 
@@ -316,14 +317,17 @@ def _sent_object(value: Any, limit: _Limit) -> _Sent:
         _ObjectPickler(limit).dump(value)
         return _Sent("pickle", limit.taken())
     except _TooLargeError:
-        reason = "it is larger than 1 MiB"
+        reason = "it is larger than 1 MiB" if limit.left >= 0 else "all such values together are larger than 16 MiB"
+        # The order of a set differs between processes.
+        begins = 0 if isinstance(value, (set, frozenset)) else zlib.crc32(b"".join(limit.parts)[:_MOST_BYTES])
     except Exception as error:  # whatever a __reduce__ raises
         reason = f"{type(error).__name__}: {error}"
+        begins = 0
     limit.left += len(limit.taken())
     length = None
     with contextlib.suppress(Exception):
         length = len(value)
-    return _Sent("unsent", (type(value).__module__, type(value).__qualname__, length), reason)
+    return _Sent("unsent", (type(value).__module__, type(value).__qualname__, length, begins), reason)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -423,6 +427,8 @@ class _Receiver:
                     edited.append(path)  # the same function, with other code
                 continue
             if not isinstance(own, types.FunctionType) and path in rank_dependent(module.__name__):
+                if sent.kind == "pickle" and own is not _MISSING:  # not a number: each rank has its own RANK
+                    self._warn(module, path, own, "each derives it from its own rank, or by functions that read it")
                 continue
             try:
                 # A library's function may use the object, without an import of the user's module that has its class.

@@ -11,9 +11,11 @@ To add a setting, add a line to :data:`SETTINGS`.
 from __future__ import annotations
 
 import contextlib
+import decimal
 import gc
 import importlib
 import io
+import locale
 import logging
 import multiprocessing
 import pickle
@@ -22,6 +24,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -470,6 +473,13 @@ SETTINGS: list[Setting] = [
     Setting("torch.distributions.register_kl", _read_divergences, _write_divergences),
     Setting("default_collate_fn_map", lambda: dict(default_collate_fn_map), default_collate_fn_map.update),
     Setting("numpy.set_printoptions", np.get_printoptions, lambda value: np.set_printoptions(**value)),
+    Setting("locale.setlocale", lambda: locale.setlocale(locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
+    # A context is not equal to a copy of it; its arguments are.
+    Setting(
+        "decimal.setcontext",
+        lambda: decimal.getcontext().__reduce__()[1],
+        lambda value: decimal.setcontext(decimal.Context(*value)),
+    ),
     Setting("tempfile.tempdir", lambda: tempfile.tempdir, lambda value: setattr(tempfile, "tempdir", value)),
     Setting("sys.set_int_max_str_digits", sys.get_int_max_str_digits, sys.set_int_max_str_digits),
     Setting("gc.disable", gc.isenabled, lambda value: (gc.enable if value else gc.disable)()),
