@@ -70,6 +70,27 @@ def test_names_from_the_rank_are_found_in_modules_that_import_each_other(
     assert not {"LR", "DEPTH"} & found
 
 
+def test_a_variable_with_a_name_that_another_module_derives_from_the_rank_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {
+        "places_of_a_user": "import torch.distributed as dist\nrank = LOCAL = dist.is_initialized()",
+        "tools_of_a_user": "import places_of_a_user as places",
+        "lora_of_a_user": "from tools_of_a_user import *\nMINE = places.LOCAL",
+        "config_of_a_user": (
+            "import tools_of_a_user as tools\nrank: int = 8\nscales = [rank]\n"
+            "def setup():\n    global device\n    lr = tools.places.rank\n    device = lr\nlr = 0.1\ndevice = 0\n"
+        ),
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("config_of_a_user")
+    importlib.import_module("lora_of_a_user")
+    assert rank_dependent("config_of_a_user") == {"setup", "device"}
+    assert "MINE" in rank_dependent("lora_of_a_user")
+
+
 def test_a_library_in_a_folder_of_its_own_is_no_module_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

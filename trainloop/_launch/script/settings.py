@@ -22,7 +22,7 @@ import pickle
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,9 +66,24 @@ def read_settings() -> dict[str, Any]:
     return values
 
 
-def dumped_settings() -> bytes:
+def settings_of_work() -> dict[str, Any]:
+    """Return the settings that are the script's functions and objects, which its callbacks and models may use, too.
+
+    They are sent together with the work, so that it does not get copies of them.
+    """
+    values = {name: value for name, value in read_settings().items() if name in _OBJECTS}
+    for name in list(values):
+        with contextlib.suppress(Exception):  # dumped_settings warns of a value that can't be sent
+            _dumped(values[name])
+            continue
+        del values[name]
+    return values
+
+
+def dumped_settings(without: Container[str] = ()) -> bytes:
     """Return the settings as bytes, for :func:`apply_settings` in another process."""
     values = {_LINE: user_place(), **read_settings()}
+    values = {name: value for name, value in values.items() if name not in without}
     try:
         return _dumped(values)
     except Exception:  # only values with a class or function that can't be sent fail; the others are sent
@@ -366,6 +381,11 @@ def _write_log_streams(handlers: dict[str, list[tuple[str, int, Any]]]) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 # The table
 # --------------------------------------------------------------------------------------------------------------------
+
+_OBJECTS = (
+    *("logging.Logger.addFilter", "logging.setLogRecordFactory", "numpy.seterrcall"),
+    "torch.nn.modules.module.register_module_forward_hook",
+)
 
 SETTINGS: list[Setting] = [
     # first, so that the filters apply to warnings from the settings below
