@@ -232,6 +232,27 @@ def test_what_a_callback_of_an_imported_modules_function_changes_comes_back(
     assert (type(one).last, type(other).last) == ("one", "other")
 
 
+def test_what_code_of_a_console_changes_comes_back() -> None:
+    """As in ``code.interact()``, whose variables are in no module."""
+    console: dict[str, Any] = {"__name__": "__console__"}
+    text = """
+        from trainloop import AbstractCallback
+
+        seen = []
+
+        class Notes(AbstractCallback):
+            passes = 0
+
+            def on_epoch_end(self):
+                seen.append(self.train_loop_obj.epoch)
+                Notes.passes += 1
+    """
+    exec(textwrap.dedent(text), console)
+    loop = make_loop(Net(), validation=False, gpu_mode="ddp", devices=2)
+    loop.fit(num_epochs=2, callbacks=[console["Notes"]("notes")])
+    assert (console["seen"], console["Notes"].passes) == ([0, 1], 2)
+
+
 @pytest.mark.long
 def test_what_a_resumed_run_lacks_of_the_loop_is_named(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     def fit(epochs: int, **resume: Any) -> None:
