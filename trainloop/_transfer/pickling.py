@@ -89,6 +89,8 @@ class Pickler(cloudpickle.Pickler):
 
     keeps_shared = True
     """True if the reader shares user-shared memory with its own child processes."""
+    hands_on = True
+    """True if this process, which has to hand on the descriptors of pipes and mappings, lives until all are read."""
 
     def __init__(self, file: Any, keep_out: Callable[[pickle.PickleBuffer], None] | None = None) -> None:
         def is_in_stream(buffer: pickle.PickleBuffer) -> bool:
@@ -250,7 +252,8 @@ def _reducer_of(kind: type) -> Callable[[Pickler, Any], Any] | None:
     theirs = ForkingPickler._extra_reducers.get(kind)  # type: ignore[attr-defined]
     if theirs is None or not theirs.__module__.startswith("multiprocessing.") or "reduction" in theirs.__module__:
         return reducer_for(kind)
-    return lambda pickler, obj: theirs(obj)
+    by_descriptor = theirs.__module__ in ("multiprocessing.connection", "multiprocessing.heap")
+    return lambda pickler, obj: theirs(obj) if pickler.hands_on or not by_descriptor else _refuse_pickling(pickler, obj)
 
 
 def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
@@ -546,7 +549,7 @@ class StatePickler(Pickler):
         Objects that the reader has, too; compared by identity.
     """
 
-    keeps_shared = False
+    keeps_shared = hands_on = False
 
     def __init__(
         self,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import importlib
 import logging
+import multiprocessing
 import textwrap
 import threading
 from pathlib import Path
@@ -230,6 +232,30 @@ def test_what_a_callback_of_an_imported_modules_function_changes_comes_back(
     make_loop(Net(), validation=False, gpu_mode="ddp", devices=2).fit(num_epochs=1, callbacks=[one, other])
     assert (of_makers.losses, ones, others) == (["one", "other"], ["one"], ["other"])
     assert (type(one).last, type(other).last) == ("one", "other")
+
+
+@pytest.mark.filterwarnings("ignore:.*can no longer be pickled, so your process does not get it")
+def test_pipes_of_callbacks_stay_those_of_the_caller() -> None:
+    """Ranks can't hand them on after their end: the state of the whole training would be lost."""
+
+    class Reports(AbstractCallback):
+        def __init__(self) -> None:
+            super().__init__("reports")
+            self.ours, self.theirs = multiprocessing.Pipe(duplex=False)
+            self.epochs, self.array = 0, array.array("d", [0.0])
+
+        def on_epoch_end(self) -> None:
+            self.epochs += 1
+            self.array[0] += 0.5
+            if self.train_loop_obj.is_main_process():
+                self.theirs.send(self.train_loop_obj.epoch)
+
+    reports = Reports()
+    theirs = reports.theirs
+    with reports.ours, theirs:
+        make_loop(Net(), validation=False, gpu_mode="ddp", devices=2).fit(num_epochs=2, callbacks=[reports])
+        assert (reports.epochs, reports.array[0], reports.theirs is theirs) == (2, 1.0, True)
+        assert [reports.ours.recv() for _ in range(2)] == [0, 1]
 
 
 def test_what_code_of_a_console_changes_comes_back() -> None:
