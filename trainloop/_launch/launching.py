@@ -23,7 +23,7 @@ from trainloop._launch.output import Outlets, targets_here
 from trainloop._launch.rank_process import started_by_launch
 from trainloop._launch.script.main_guard import check_main_guard, main_place
 from trainloop._launch.script.module_state import LoadedCode, dumped_modules
-from trainloop._launch.script.settings import dumped_settings
+from trainloop._launch.script.settings import dumped_settings, settings_of_work
 from trainloop._launch.spawning import Ranks, server_modules
 from trainloop._launch.work import RunSpec, StartFiles, Task
 from trainloop._processes.fork_server import (
@@ -65,6 +65,7 @@ def launch(
     child_env: dict[str, str] | None = None,
     start_method: str = "auto",
     roots: dict[str, object] | None = None,
+    known: Sequence[object] = (),
     restart_policy: RestartPolicy | None = None,
     take_rescued: Callable[[Any], str] | None = None,
 ) -> T:
@@ -97,6 +98,8 @@ def launch(
         ``'auto'``: the value of ``TRAINLOOP_START_METHOD``; if it is not set, a fork server if possible.
     roots : dict of str to object, optional
         Objects by name. Paths in an ``UnpicklableError`` start with these names.
+    known : sequence of objects
+        Parts of ``function``: variables of the user's modules that refer to one of them refer to it in ranks, too.
     restart_policy : RestartPolicy, optional
         Decides whether ranks that have failed start again, with the same payload; by default the first failure ends the
         run.
@@ -135,11 +138,13 @@ def launch(
     backend = backend or backend_for(chosen)
     environment = child_environment(None, ranks_per_node) if child_env is None else child_env
     kept = kept_here() if num_nodes == 1 and restart_policy is None else None
-    settings, modules, targets = dumped_settings(), dumped_modules(), targets_here()
+    used: list[object] = []
+    of_work = settings_of_work()
+    settings, modules, targets = dumped_settings(of_work), dumped_modules(known, used), targets_here()
     meet = partial(meet_hosts, init_method, node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
     with (
         _descriptors_explained(),
-        pack(function, roots=roots) as payload,
+        pack((function, used, of_work), roots=roots) as payload,
         meet(timeout_s=timeout_s) as hosts,
     ):
         run = RunSpec(

@@ -25,7 +25,7 @@ from trainloop._launch.failures import failure_of, write_record
 from trainloop._launch.output import Report, Sender, quieten_log_streams, rank_handlers, rank_streams
 from trainloop._launch.script.main_guard import take_main_place
 from trainloop._launch.script.module_state import receive_modules
-from trainloop._launch.script.settings import apply_settings
+from trainloop._launch.script.settings import apply_settings, write_settings
 from trainloop._launch.work import LAUNCH_VARIABLE, RunSpec, StartFiles, Task, next_work
 from trainloop._support.forks import guard_process
 from trainloop._support.platform import process_config, resource
@@ -196,8 +196,9 @@ class _RanksTask:
         """Open the payload, join the process group, and call the task's function; return its result."""
         run, me = self._run, self.me
         write_late = receive_modules(self._task.modules, self._device, warns=me.local_rank == 0)
-        function = self._task.handle.open(self._device, self._received)
-        write_late()
+        function, used, settings = self._task.handle.open(self._device, self._received)
+        write_late(used)
+        write_settings(settings)
         if not run.outlives_work:
             undo.callback(leave_group)
         if not dist.is_initialized():

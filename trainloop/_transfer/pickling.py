@@ -89,6 +89,8 @@ class Pickler(cloudpickle.Pickler):
 
     keeps_shared = True
     """True if the reader shares user-shared memory with its own child processes."""
+    hands_on = True
+    """True if this process, which has to hand on the descriptors of pipes and mappings, lives until all are read."""
 
     def __init__(self, file: Any, keep_out: Callable[[pickle.PickleBuffer], None] | None = None) -> None:
         def is_in_stream(buffer: pickle.PickleBuffer) -> bool:
@@ -250,7 +252,8 @@ def _reducer_of(kind: type) -> Callable[[Pickler, Any], Any] | None:
     theirs = ForkingPickler._extra_reducers.get(kind)  # type: ignore[attr-defined]
     if theirs is None or not theirs.__module__.startswith("multiprocessing.") or "reduction" in theirs.__module__:
         return reducer_for(kind)
-    return lambda pickler, obj: theirs(obj)
+    by_descriptor = theirs.__module__ in ("multiprocessing.connection", "multiprocessing.heap")
+    return lambda pickler, obj: theirs(obj) if pickler.hands_on or not by_descriptor else _refuse_pickling(pickler, obj)
 
 
 def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
@@ -266,6 +269,11 @@ def _reduce_cached_property(pickler: Pickler, found: functools.cached_property[A
 
 def _reduce_weak_keys(pickler: Pickler, mapping: weakref.WeakKeyDictionary[Any, Any]) -> Any:
     return type(mapping), (), None, None, iter(list(mapping.items()))
+
+
+def _reduce_proxy(pickler: Pickler, proxy: Any) -> Any:
+    """Send a ``weakref.proxy``, which passes even its reduction on to the object: the reader would get a copy."""
+    return weakref.proxy, (proxy.__repr__.__self__,)
 
 
 _BY_NAME = {
@@ -376,6 +384,7 @@ _SPECIAL: list[tuple[Any, Callable[[Any, Any], Any]]] = [
     (DataLoader, _without_iterator),
     (functools.cached_property, _reduce_cached_property),
     (weakref.WeakKeyDictionary, _reduce_weak_keys),  # functools.singledispatch has one
+    (weakref.ProxyTypes, _reduce_proxy),
     (types.GeneratorType, _reduce_generator),
 ]
 
@@ -540,7 +549,7 @@ class StatePickler(Pickler):
         Objects that the reader has, too; compared by identity.
     """
 
-    keeps_shared = False
+    keeps_shared = hands_on = False
 
     def __init__(
         self,

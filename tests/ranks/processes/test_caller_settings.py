@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import gc, json, logging, multiprocessing, os, sys, tempfile, warnings
+import decimal, gc, json, locale, logging, multiprocessing, os, sys, tempfile, warnings
 import numpy as np
 import torch
 from torch import nn, optim
@@ -60,6 +60,7 @@ def readings():
         "temporary": tempfile.gettempdir(),
         "divergence": torch.distributions.kl_divergence(Shifted(0, 1), Shifted(0, 1)),
         "collated": type(default_collate([Sample()])["rows"]).__name__,
+        "decimal": str(decimal.Decimal(1) / 3), "locale": locale.setlocale(locale.LC_NUMERIC),
         "collector": [gc.isenabled(), gc.get_threshold()],
     }
 
@@ -139,6 +140,8 @@ def main():
     logging.setLoggerClass(OwnLogger)
     logging.captureWarnings(True)
     tempfile.tempdir = os.getcwd()
+    decimal.getcontext().prec = 4
+    locale.setlocale(locale.LC_NUMERIC, "C.UTF-8")
     gc.disable()
     gc.set_threshold(5000, 20, 20)
     before = readings()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import importlib
+import logging
+import multiprocessing
 import textwrap
 import threading
 from pathlib import Path
@@ -231,6 +234,51 @@ def test_what_a_callback_of_an_imported_modules_function_changes_comes_back(
     assert (type(one).last, type(other).last) == ("one", "other")
 
 
+@pytest.mark.filterwarnings("ignore:.*can no longer be pickled, so your process does not get it")
+def test_pipes_of_callbacks_stay_those_of_the_caller() -> None:
+    """Ranks can't hand them on after their end: the state of the whole training would be lost."""
+
+    class Reports(AbstractCallback):
+        def __init__(self) -> None:
+            super().__init__("reports")
+            self.ours, self.theirs = multiprocessing.Pipe(duplex=False)
+            self.epochs, self.array = 0, array.array("d", [0.0])
+
+        def on_epoch_end(self) -> None:
+            self.epochs += 1
+            self.array[0] += 0.5
+            if self.train_loop_obj.is_main_process():
+                self.theirs.send(self.train_loop_obj.epoch)
+
+    reports = Reports()
+    theirs = reports.theirs
+    with reports.ours, theirs:
+        make_loop(Net(), validation=False, gpu_mode="ddp", devices=2).fit(num_epochs=2, callbacks=[reports])
+        assert (reports.epochs, reports.array[0], reports.theirs is theirs) == (2, 1.0, True)
+        assert [reports.ours.recv() for _ in range(2)] == [0, 1]
+
+
+def test_what_code_of_a_console_changes_comes_back() -> None:
+    """As in ``code.interact()``, whose variables are in no module."""
+    console: dict[str, Any] = {"__name__": "__console__"}
+    text = """
+        from trainloop import AbstractCallback
+
+        seen = []
+
+        class Notes(AbstractCallback):
+            passes = 0
+
+            def on_epoch_end(self):
+                seen.append(self.train_loop_obj.epoch)
+                Notes.passes += 1
+    """
+    exec(textwrap.dedent(text), console)
+    loop = make_loop(Net(), validation=False, gpu_mode="ddp", devices=2)
+    loop.fit(num_epochs=2, callbacks=[console["Notes"]("notes")])
+    assert (console["seen"], console["Notes"].passes) == ([0, 1], 2)
+
+
 @pytest.mark.long
 def test_what_a_resumed_run_lacks_of_the_loop_is_named(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     def fit(epochs: int, **resume: Any) -> None:
@@ -369,3 +417,89 @@ def test_a_flag_of_what_a_rank_has_does_not_come_back(tmp_path: Path) -> None:
         num_epochs=1, callbacks=[Writes()]
     )
     assert (_opened, _file) == (False, None)
+
+
+SHARED = """
+from torch.utils.data import TensorDataset
+
+class Settings:
+    def __init__(self):
+        self.scale, self.bank = 1.0, []
+
+class Rows(TensorDataset):
+    offset = 0
+
+SETTINGS, TABLE, MODELS, data = Settings(), {"n": 0}, {}, None
+OF_ALL = [SETTINGS]
+
+def step():
+    SETTINGS.scale += 1
+    OF_ALL[0].bank.append(SETTINGS.scale)
+    TABLE["n"] += 1
+    data.offset += 1
+    MODELS["student"].passes += 1
+"""
+
+
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=[needs_fsdp_on_cpu, pytest.mark.long])])
+@pytest.mark.filterwarnings("ignore:tl.train_loader")  # its offset does not come back
+def test_a_modules_variable_is_the_object_that_the_loop_has(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"shared_in_{mode}"
+    (tmp_path / f"{name}.py").write_text(SHARED)
+    monkeypatch.syspath_prepend(tmp_path)
+    shared = importlib.import_module(name)
+    net = Net()
+    net.passes, net.settings, net.table, net.seen = 0, shared.SETTINGS, shared.TABLE, None
+    shared.MODELS["student"] = net
+    loop = make_loop(net, validation=False, gpu_mode=mode, devices=2)
+    shared.data = data = shared.Rows(*loop.train_loader.dataset.tensors)
+    loop.train_loader = torch.utils.data.DataLoader(data, batch_size=16)
+
+    class Steps(AbstractCallback):
+        def on_epoch_end(self) -> None:
+            importlib.import_module(name).step()
+            net = self.train_loop_obj.model
+            data = self.train_loop_obj.train_loader.dataset
+            net.seen = (net.settings.scale, list(net.settings.bank), net.table["n"], data.offset, net.passes)
+
+    loop.fit(num_epochs=2, callbacks=[Steps()])
+    assert net.seen == (3.0, [2.0, 3.0], 2, 2, 2)
+    assert (shared.SETTINGS, shared.TABLE, shared.OF_ALL[0]) == (net.settings, net.table, net.settings)
+    assert (net.settings.scale, net.table, net.passes) == (3.0, {"n": 2}, 2)
+    loop.fit(num_epochs=1, callbacks=[Steps()])
+    assert net.seen == (4.0, [2.0, 3.0, 4.0], 3, 1, 3)
+
+
+class Counts(logging.Filter):
+    records = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.records += 1
+        return False
+
+
+def test_a_filter_and_a_hook_of_all_modules_are_those_that_callbacks_have() -> None:
+    counts, kinds = Counts(), []
+
+    def note_kind(module: torch.nn.Module, args: Any, output: Any) -> None:
+        kinds.append(type(module).__name__)
+
+    class Reads(AbstractCallback):
+        def on_train_end(self) -> None:
+            logging.getLogger("of_the_script").warning("counted")
+            self.seen = self.filter.records, "Linear" in kinds
+
+    reads = Reads()
+    reads.filter = counts  # type: ignore[attr-defined]
+    log, handle = logging.getLogger("of_the_script"), torch.nn.modules.module.register_module_forward_hook(note_kind)
+    log.addFilter(counts)
+    try:
+        make_loop(Net(), validation=False, gpu_mode="ddp", devices=2).fit(num_iterations=1, callbacks=[reads])
+    finally:
+        log.removeFilter(counts)
+        handle.remove()
+    assert reads.seen == (1, True)
+    assert reads.filter is counts  # type: ignore[attr-defined]
+    assert counts.records == 1

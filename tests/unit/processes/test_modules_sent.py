@@ -70,6 +70,27 @@ def test_names_from_the_rank_are_found_in_modules_that_import_each_other(
     assert not {"LR", "DEPTH"} & found
 
 
+def test_a_variable_with_a_name_that_another_module_derives_from_the_rank_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {
+        "places_of_a_user": "import torch.distributed as dist\nrank = LOCAL = dist.is_initialized()",
+        "tools_of_a_user": "import places_of_a_user as places",
+        "lora_of_a_user": "from tools_of_a_user import *\nMINE = places.LOCAL",
+        "config_of_a_user": (
+            "import tools_of_a_user as tools\nrank: int = 8\nscales = [rank]\n"
+            "def setup():\n    global device\n    lr = tools.places.rank\n    device = lr\nlr = 0.1\ndevice = 0\n"
+        ),
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("config_of_a_user")
+    importlib.import_module("lora_of_a_user")
+    assert rank_dependent("config_of_a_user") == {"setup", "device"}
+    assert "MINE" in rank_dependent("lora_of_a_user")
+
+
 def test_a_library_in_a_folder_of_its_own_is_no_module_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,3 +179,39 @@ def test_values_of_context_variables_and_of_thread_local_data_are_sent(
     with pytest.warns(UserWarning, match=r"context_of_a_user\.FUNCTIONS of this process can't be sent.*generator"):
         receive_modules(unsent)()
     assert again.FUNCTIONS.get() is not generator
+
+
+LARGE = """
+import os
+import numpy, torch
+FIRST, TABLE, WORDS = numpy.zeros(1 << 22), torch.zeros(1 << 19), [0.5] * (1 << 18)
+NAMES = {str(i) for i in range(1 << 18)}
+SMALL = {"scale": 1.0}
+
+def load():
+    if int(os.environ.get("RANK", 0)) == 0:
+        pass
+    return {"lr": 0.1}
+
+RANK, CONFIG, SAME = int(os.environ.get("RANK", -1)), load(), load()
+"""
+
+
+def test_values_that_keep_those_of_the_import_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "large_of_a_user.py").write_text(LARGE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("large_of_a_user")
+    module.TABLE = module.TABLE + 1
+    module.WORDS[0] = 0.25
+    module.CONFIG["lr"] = module.SMALL["scale"] = 5.0
+    sent = pickle.dumps({"large_of_a_user": pickle.loads(dumped_modules())["large_of_a_user"]})
+    del sys.modules["large_of_a_user"]
+    monkeypatch.setenv("RANK", "0")
+    again = importlib.import_module("large_of_a_user")  # as in a rank
+    with pytest.warns(UserWarning, match="large_of_a_user") as found:
+        receive_modules(sent)()
+    assert again.SMALL == {"scale": 5.0}  # larger values leave room for it
+    texts = [str(one.message) for one in found]
+    assert [text.split()[0].partition(".")[2] for text in texts] == ["CONFIG", "TABLE", "WORDS"]
+    assert "larger than 1 MiB" in texts[1]
+    assert "derives it from its own rank" in texts[0]

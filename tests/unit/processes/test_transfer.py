@@ -14,6 +14,7 @@ import pickle
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -564,6 +565,16 @@ def test_a_generator_of_random_numbers_keeps_its_place() -> None:
     torch.rand(5, generator=generator)
     there = there_and_back(generator)
     assert torch.equal(torch.rand(3, generator=there), torch.rand(3, generator=generator))
+
+
+def test_a_proxy_refers_to_the_object_that_is_sent_with_it() -> None:
+    model = nn.Linear(2, 1)
+    there, proxy = there_and_back((model, weakref.proxy(model)))
+    there.flag = 7
+    assert proxy.flag == 7
+    model = weakref.proxy(nn.Linear(2, 1))  # that of an object that is gone
+    with pytest.raises(UnpicklableError, match="no longer exists"):
+        there_and_back(model)
 
 
 def test_both_sides_objects_meet_in_the_state_that_returns() -> None:

@@ -24,7 +24,7 @@ import types
 import warnings
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,9 +36,9 @@ from trainloop._launch.script.rank_names import rank_dependent
 from trainloop._launch.script.users_modules import in_library, users_modules
 from trainloop._support.user_line import warn
 from trainloop._transfer import load_device
-from trainloop._transfer.pickling import Pickler
+from trainloop._transfer.pickling import Pickler, StateUnpickler
 
-_MOST_BYTES = 1 << 20  # of one value; a larger one is data, of which only type and length are compared
+_MOST_BYTES = 1 << 20  # of one value; of a larger one, type, length and the beginning are compared
 _MOST_IN_ALL = 16 << 20
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
@@ -58,7 +58,7 @@ class _Sent(NamedTuple):
     """An attribute of a module or class of the caller."""
 
     kind: str
-    """``'atom'``, ``'pickle'``, ``'function'``, or ``'unsent'``."""
+    """``'atom'``, ``'pickle'``, ``'known'`` (a pickle with references to the work), ``'function'``, or ``'unsent'``."""
     value: Any
     """The value, its pickle, a function's description, or the type and length of an object that can't be sent."""
     extra: Any = None
@@ -70,10 +70,18 @@ class _Sent(NamedTuple):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def dumped_modules() -> bytes:
-    """Return a description of the state of the user's modules, for :func:`receive_modules` in a rank."""
+def dumped_modules(known: Sequence[object] = (), used: list[object] | None = None) -> bytes:
+    """Return a description of the state of the user's modules, for :func:`receive_modules` in a rank.
+
+    Parameters
+    ----------
+    known : sequence of objects
+        Objects that are sent with the work. Variables that refer to them do so in the rank, too.
+    used : list, optional
+        Receives those to which variables refer, which the rank passes to the result of :func:`receive_modules`.
+    """
     users = users_modules()
-    limit = _Limit(_MOST_IN_ALL)
+    limit = _Limit(_MOST_IN_ALL, known, used)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # objects may warn if their attributes are read or pickled
         found = {name: dict(_sent_values(module, limit)) for name, module in users.items()}
@@ -274,22 +282,27 @@ def _resolved(module: str | None, qualname: str) -> Any:
 class _Limit(io.RawIOBase):
     """A file of limited size. ``left`` is the number of bytes that all values may still use."""
 
-    def __init__(self, left: int) -> None:
+    def __init__(self, left: int, known: Sequence[object] = (), used: list[object] | None = None) -> None:
         self.left = left
+        self.known = {id(obj): obj for obj in known}
+        self.used: list[object] = [] if used is None else used
+        self.numbers: dict[int, int] = {}
+        """Positions in ``used``, by the objects' ids."""
         self.importable: dict[str, bool] = {}
         """Whether new processes find a module, which the values share: it is looked up in the file system."""
-        self._parts: list[bytes] = []
+        self.parts: list[bytes] = []
+        """What one value has written so far."""
 
     def write(self, data: Any) -> int:
-        data = bytes(memoryview(data))
-        self.left -= len(data)
-        if self.left < 0 or sum(map(len, self._parts)) + len(data) > _MOST_BYTES:
+        view = data.raw() if isinstance(data, pickle.PickleBuffer) else memoryview(data)
+        self.parts.append(bytes(view[: _MOST_BYTES + 1]))
+        self.left -= len(self.parts[-1])
+        if self.left < 0 or sum(map(len, self.parts)) > _MOST_BYTES:
             raise _TooLargeError
-        self._parts.append(data)
-        return len(data)
+        return len(view)
 
     def taken(self) -> bytes:
-        data, self._parts = b"".join(self._parts), []
+        data, self.parts = b"".join(self.parts), []
         return data
 
 
@@ -302,7 +315,18 @@ class _ObjectPickler(Pickler):
 
     def __init__(self, limit: _Limit) -> None:
         super().__init__(limit)
+        self._limit = limit
         self._importable = limit.importable
+        self.kind = "pickle"
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if id(obj) not in self._limit.known:
+            return None
+        self.kind, numbers = "known", self._limit.numbers
+        if id(obj) not in numbers:
+            numbers[id(obj)] = len(numbers)
+            self._limit.used.append(obj)
+        return numbers[id(obj)]
 
     def is_importable(self, module: types.ModuleType) -> bool:
         if module.__name__ not in self._importable:
@@ -313,17 +337,21 @@ class _ObjectPickler(Pickler):
 def _sent_object(value: Any, limit: _Limit) -> _Sent:
     """Return the pickle of an object; its type and length if it can't be sent."""
     try:
-        _ObjectPickler(limit).dump(value)
-        return _Sent("pickle", limit.taken())
+        pickler = _ObjectPickler(limit)
+        pickler.dump(value)
+        return _Sent(pickler.kind, limit.taken())
     except _TooLargeError:
-        reason = "it is larger than 1 MiB"
+        reason = "it is larger than 1 MiB" if limit.left >= 0 else "all such values together are larger than 16 MiB"
+        # The order of a set differs between processes.
+        begins = 0 if isinstance(value, (set, frozenset)) else zlib.crc32(b"".join(limit.parts)[:_MOST_BYTES])
     except Exception as error:  # whatever a __reduce__ raises
         reason = f"{type(error).__name__}: {error}"
+        begins = 0
     limit.left += len(limit.taken())
     length = None
     with contextlib.suppress(Exception):
         length = len(value)
-    return _Sent("unsent", (type(value).__module__, type(value).__qualname__, length), reason)
+    return _Sent("unsent", (type(value).__module__, type(value).__qualname__, length, begins), reason)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -331,7 +359,7 @@ def _sent_object(value: Any, limit: _Limit) -> _Sent:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def receive_modules(dumped: bytes, device: torch.device | None = None, warns: bool = True) -> Callable[[], None]:
+def receive_modules(dumped: bytes, device: torch.device | None = None, warns: bool = True) -> Callable[..., None]:
     """Give the user's modules of this process the caller's state: now, or as soon as they have been imported.
 
     Parameters
@@ -346,7 +374,8 @@ def receive_modules(dumped: bytes, device: torch.device | None = None, warns: bo
     Returns
     -------
     callable
-        To be called once the work has been opened: writes the attributes that refer to modules imported later.
+        To be called once the work has been opened, with the objects of the work that were ``used``: writes the
+        attributes that refer to these, or to modules imported later.
     """
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Receiver)]
     receiver = _Receiver(pickle.loads(dumped), device, warns)
@@ -369,6 +398,7 @@ class _Receiver:
         self._device, self._warns = device, warns
         self._late: list[tuple[types.ModuleType, str]] | None = []
         """Attributes to be written at the end; None after the end."""
+        self._known: Sequence[object] = ()
         self._finding: set[str] = set()
         self._written: set[str] = set()
 
@@ -423,6 +453,9 @@ class _Receiver:
                     edited.append(path)  # the same function, with other code
                 continue
             if not isinstance(own, types.FunctionType) and path in rank_dependent(module.__name__):
+                # Not a number, of which each rank has its own (RANK), nor what a decorator has made of a function.
+                if sent.kind in ("pickle", "known") and own is not _MISSING and not callable(own):
+                    self._warn(module, path, own, "each derives it from its own rank, or by functions that read it")
                 continue
             try:
                 # A library's function may use the object, without an import of the user's module that has its class.
@@ -441,9 +474,9 @@ class _Receiver:
                 "Reload the module (importlib.reload), or start the program again."
             )
 
-    def finish(self) -> None:
+    def finish(self, known: Sequence[object] = ()) -> None:
         """Write the remaining attributes, now that the modules of the work have been imported."""
-        late, self._late = self._late or [], None
+        late, self._late, self._known = self._late or [], None, known
         for name in self.sent.keys() & sys.modules.keys() - self._written:  # their loaders could not be extended
             self.write(sys.modules[name])
         for module, path in late:
@@ -457,7 +490,7 @@ class _Receiver:
     def _is_same(self, own: Any, sent: _Sent, file: str | None) -> bool:
         if sent.kind == "atom":
             return type(own) is type(sent.value) and (own == sent.value or own != own)
-        if own is _MISSING:
+        if own is _MISSING or sent.kind == "known":
             return False
         if sent.kind == "function":
             return (
@@ -473,7 +506,9 @@ class _Receiver:
             raise TypeError(sent.extra)
         if sent.kind == "atom":
             new = sent.value
-        elif sent.kind == "pickle":
+        elif sent.kind in ("pickle", "known"):
+            if sent.kind == "known" and self._late is not None:
+                raise _NotImportedError("the work has not been opened")
             new = self._unpickled(sent.value, imports=imports)
         elif isinstance(sent.extra, bytes):
             new = self._unpickled(sent.extra)
@@ -484,13 +519,13 @@ class _Receiver:
             new = _resolved(module, qualname)
             if new is None or (isinstance(owner, types.ModuleType) and (module, qualname) == (owner.__name__, name)):
                 raise TypeError(sent.extra or f"{module}.{qualname} can't be found by its name")
-        merged = _merged(own, new)
+        merged = _merged(own, new, set(map(id, self._known)))
         if merged is not own:
             put(merged)
 
     def _unpickled(self, stream: bytes, *, imports: bool = False) -> Any:
         with load_device(self._device):
-            return _Unpickler(io.BytesIO(stream), {} if imports else self.sent).load()
+            return _Unpickler(io.BytesIO(stream), self._known, {} if imports else self.sent).load()
 
     def _warn(self, module: types.ModuleType, path: str, own: Any, reason: str) -> None:
         if self._warns:
@@ -502,9 +537,9 @@ class _Receiver:
             )
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, users: Mapping[str, Any]) -> None:
-        super().__init__(file)
+class _Unpickler(StateUnpickler):
+    def __init__(self, file: io.BytesIO, known: Sequence[object], users: Mapping[str, Any]) -> None:
+        super().__init__(file, known)
         self._users = users
 
     def find_class(self, module: str, name: str) -> Any:
@@ -514,12 +549,15 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _merged(own: Any, new: Any) -> Any:
-    """Write ``new`` into the object ``own``, to which other modules may refer; return the object to be used."""
-    if type(own) is not type(new) or isinstance(own, type):
+def _merged(own: Any, new: Any, known: Container[int]) -> Any:
+    """Write ``new`` into the object ``own``, to which other modules may refer; return the object to be used.
+
+    The work refers to objects with the ids ``known``: these are used themselves.
+    """
+    if type(own) is not type(new) or isinstance(own, type) or id(new) in known:
         return new
     if isinstance(own, dict):
-        items = {key: _merged(own[key], value) if key in own else value for key, value in dict.items(new)}
+        items = {key: _merged(own[key], value, known) if key in own else value for key, value in dict.items(new)}
         own.clear()
         dict.update(own, items) if type(own) is not OrderedDict else own.update(items)
     elif isinstance(own, list) and type(own) is list:
@@ -531,7 +569,7 @@ def _merged(own: Any, new: Any) -> Any:
         return new
     if type(getattr(own, "__dict__", None)) is dict and not callable(own):
         attributes = vars(own)
-        items = {key: _merged(attributes.get(key), value) for key, value in vars(new).items()}
+        items = {key: _merged(attributes.get(key), value, known) for key, value in vars(new).items()}
         attributes.clear()
         attributes.update(items)
         return own

@@ -32,9 +32,12 @@ def rank_dependent(module: str) -> frozenset[str]:
     while number > before:  # modules may import each other, and a statement may use names that a later one binds
         for name, source in reversed(sources.items()):
             names = found[name]
-            names.update(*(found[other] for other in source.imported & sources.keys()))
-            for paths, words in source.units:
-                if words & names or words & _RANKS_NAMES:
+            others: set[str] = set().union(*found.values())  # also of modules that imported modules import
+            for paths, own, words in source.units:
+                if "*" in words:
+                    names |= others
+                # Not all of them with the names of others: a variable here may have the name of one there.
+                elif own & names or words & others or (own | words) & _RANKS_NAMES:
                     names |= paths
         before, number = number, sum(map(len, found.values()))
     return frozenset(found.get(module, ()))
@@ -45,8 +48,8 @@ class _Source(NamedTuple):
 
     imported: frozenset[str]
     """Names of the modules that it may import."""
-    units: tuple[tuple[set[str], set[str]], ...]
-    """The names that each statement binds, and the words in it."""
+    units: tuple[tuple[set[str], set[str], set[str]], ...]
+    """The names that each statement binds, the names in it, and its words that may be names in other modules."""
 
 
 def _source(name: str) -> _Source | None:
@@ -84,8 +87,8 @@ def _imported(statement: ast.stmt, package: str) -> Iterator[str]:
             yield from (f"{source}.{alias.name}" for alias in node.names)
 
 
-def _names_by_statement(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[set[str], set[str]]]:
-    """Yield the names that each statement binds, and the words in it: names, attributes, and names of variables."""
+def _names_by_statement(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[set[str], set[str], set[str]]]:
+    """Yield the names that each statement binds, the names in it, and its attributes and what it imports."""
     for statement in body:
         if isinstance(statement, ast.ClassDef):
             yield from _names_by_statement(statement.body, f"{prefix}{statement.name}.")
@@ -93,21 +96,24 @@ def _names_by_statement(body: list[ast.stmt], prefix: str = "") -> Iterator[tupl
         if isinstance(statement, ast.Import | ast.ImportFrom):
             for alias in statement.names:
                 name = (alias.asname or alias.name).partition(".")[0]
-                yield {prefix + name}, {alias.name.rpartition(".")[2]}
+                yield {prefix + name}, set(), {alias.name.rpartition(".")[2]}
             continue
-        bound, words = set(), set()
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        bound, names, words = set(), set(), set()
+        if is_function := isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             bound.add(statement.name)
         for node in ast.walk(statement):
-            if isinstance(node, ast.Name):
-                words.add(node.id)
-                if isinstance(node.ctx, ast.Store):
+            if isinstance(node, ast.Global):
+                bound.update(node.names)
+            elif isinstance(node, ast.Name):
+                names.add(node.id)
+                if isinstance(node.ctx, ast.Store) and not is_function:  # a function's variables are its own
                     bound.add(node.id)
             elif isinstance(node, ast.Attribute):
                 words.add(node.attr)
             elif isinstance(node, ast.alias):
-                bound.add((node.asname or node.name).partition(".")[0])
+                if not is_function:
+                    bound.add((node.asname or node.name).partition(".")[0])
                 words.add(node.name.rpartition(".")[2])
             elif isinstance(node, ast.Constant) and node.value in _RANKS_VARIABLES:
                 words.add("get_rank")
-        yield {prefix + name for name in bound}, words
+        yield {prefix + name for name in bound}, names, words

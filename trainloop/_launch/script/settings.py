@@ -11,17 +11,20 @@ To add a setting, add a line to :data:`SETTINGS`.
 from __future__ import annotations
 
 import contextlib
+import decimal
 import gc
 import importlib
 import io
+import locale
 import logging
 import multiprocessing
 import pickle
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,9 +66,24 @@ def read_settings() -> dict[str, Any]:
     return values
 
 
-def dumped_settings() -> bytes:
+def settings_of_work() -> dict[str, Any]:
+    """Return the settings that are the script's functions and objects, which its callbacks and models may use, too.
+
+    They are sent together with the work, so that it does not get copies of them.
+    """
+    values = {name: value for name, value in read_settings().items() if name in _OBJECTS}
+    for name in list(values):
+        with contextlib.suppress(Exception):  # dumped_settings warns of a value that can't be sent
+            _dumped(values[name])
+            continue
+        del values[name]
+    return values
+
+
+def dumped_settings(without: Container[str] = ()) -> bytes:
     """Return the settings as bytes, for :func:`apply_settings` in another process."""
     values = {_LINE: user_place(), **read_settings()}
+    values = {name: value for name, value in values.items() if name not in without}
     try:
         return _dumped(values)
     except Exception:  # only values with a class or function that can't be sent fail; the others are sent
@@ -364,6 +382,11 @@ def _write_log_streams(handlers: dict[str, list[tuple[str, int, Any]]]) -> None:
 # The table
 # --------------------------------------------------------------------------------------------------------------------
 
+_OBJECTS = (
+    *("logging.Logger.addFilter", "logging.setLogRecordFactory", "numpy.seterrcall"),
+    "torch.nn.modules.module.register_module_forward_hook",
+)
+
 SETTINGS: list[Setting] = [
     # first, so that the filters apply to warnings from the settings below
     Setting("warnings.filterwarnings", lambda: list(warnings.filters), _write_warning_filters),
@@ -470,6 +493,13 @@ SETTINGS: list[Setting] = [
     Setting("torch.distributions.register_kl", _read_divergences, _write_divergences),
     Setting("default_collate_fn_map", lambda: dict(default_collate_fn_map), default_collate_fn_map.update),
     Setting("numpy.set_printoptions", np.get_printoptions, lambda value: np.set_printoptions(**value)),
+    Setting("locale.setlocale", lambda: locale.setlocale(locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
+    # A context is not equal to a copy of it; its arguments are.
+    Setting(
+        "decimal.setcontext",
+        lambda: decimal.getcontext().__reduce__()[1],
+        lambda value: decimal.setcontext(decimal.Context(*value)),
+    ),
     Setting("tempfile.tempdir", lambda: tempfile.tempdir, lambda value: setattr(tempfile, "tempdir", value)),
     Setting("sys.set_int_max_str_digits", sys.get_int_max_str_digits, sys.set_int_max_str_digits),
     Setting("gc.disable", gc.isenabled, lambda value: (gc.enable if value else gc.disable)()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
@@ -27,9 +28,11 @@ def is_users(name: str) -> bool:
     """Return True if a module belongs to the user's program, also as ``__main__``."""
     if name in ("__main__", "__mp_main__"):
         return True
-    module = sys.modules.get(name)
+    module, top = sys.modules.get(name), name.partition(".")[0]
+    if module is None and _spec_of(top) is None:
+        return top != "__torch__"  # code that the script executes (exec, a console); TorchScript's classes
     # A rank has a class that a function defines by value, without its module.
-    file = _origin_of(name.partition(".")[0]) if module is None else getattr(module, "__file__", None)
+    file = _origin_of(top) if module is None else getattr(module, "__file__", None)
     return type(file) is str and not in_library(file) and not _library_generates(name, file)
 
 
@@ -41,12 +44,17 @@ def _library_generates(name: str, file: str) -> bool:
 
 
 @functools.cache
-def _origin_of(top: str) -> str | None:
-    """Return a file of a top-level module that is not imported; None if there is none."""
+def _spec_of(top: str) -> importlib.machinery.ModuleSpec | None:
+    """Return the specification of a top-level module; None if there is no such module."""
     try:
-        spec = importlib.util.find_spec(top)
+        return importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return None
+
+
+def _origin_of(top: str) -> str | None:
+    """Return a file of a top-level module that is not imported; None if there is none."""
+    spec = _spec_of(top)
     if spec is None:
         return None
     folders = list(spec.submodule_search_locations or ())

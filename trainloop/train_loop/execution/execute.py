@@ -33,7 +33,7 @@ from trainloop.parallel.transparent import check_sendable, check_values
 from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.arguments.options import FitJob
 from trainloop.train_loop.arguments.run_config import run_config_under_launcher
-from trainloop.train_loop.execution.handover import CallerSide, RankSide, loaders_of
+from trainloop.train_loop.execution.handover import CallerSide, RankSide, loaders_of, sent_objects
 from trainloop.train_loop.execution.restarts import Supervisor
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.run.evaluating import evaluating
@@ -131,6 +131,7 @@ def _in_ranks(loop: LoopState, work: Callable[..., Any], args: tuple[Any, ...], 
             child_env=child_environment(quota, ranks),
             start_method=loop.options.start_method,
             roots=sent_parts(loop),
+            known=sent_objects(loop),
             restart_policy=supervisor,
             take_rescued=None if job is None else partial(_receive_rescued, loop, caller_side),
             **options,

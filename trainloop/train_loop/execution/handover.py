@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset, Sampler
 from torch.utils.hooks import RemovableHandle
 
 from trainloop._support.carried import names_of
@@ -96,6 +97,21 @@ def _objects_by_path(loop: LoopState) -> dict[str, Any]:
     walked = {id(obj) for obj in (*own, *given.values())}
     apart = {id(obj): obj for obj in known_objects(loop) if id(obj) not in walked}
     return shared_parts(roots, apart)
+
+
+def sent_objects(loop: LoopState) -> list[object]:
+    """Return the objects that are sent with a loop, at any depth: other variables of the script may be the same."""
+    found = {id(obj): obj for obj in known_objects(loop)}
+    attributes = [*_plain_attributes(loop).values(), *added_attributes(loop).values(), loop.optimizer, loop.criterion]
+    attributes += [value for callback in loop.callbacks for value in kept_attributes(callback).values()]
+    data: list[Any] = [loader for loader in loaders_of(loop) if loader is not None]
+    for one in data:  # grows: a loader has a dataset and a sampler, which may have others
+        found[id(one)] = one
+        own = kept_attributes(one).values()
+        data += [part for part in own if isinstance(part, (Dataset, Sampler)) and id(part) not in found]
+        attributes += own
+    roots = {str(number): value for number, value in enumerate(attributes)}
+    return [*found.values(), *shared_parts(roots, {}).values()]
 
 
 class CallerSide:
