@@ -140,6 +140,25 @@ def test_a_compiled_submodule_is_compiled_there_in_the_same_way() -> None:
     assert torch.equal(there_and_back(torch.compile(breaks, backend="eager"))(x), x + 1)
 
 
+@pytest.mark.parametrize("parametrized", [False, True])
+def test_a_module_that_is_compiled_in_place_is_compiled_there_too(parametrized: bool) -> None:
+    backend = CountingBackend()
+
+    class Layer(nn.Linear):  # torch compiles no frame of its own layers
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).tanh()
+
+    layer: nn.Module = parametrizations.weight_norm(Layer(4, 4)) if parametrized else Layer(4, 4)
+    layer.compile(backend=backend, fullgraph=True)
+    there, same = there_and_back([layer, backend])
+    x = torch.ones(2, 4)
+    assert torch.equal(there(x), layer._call_impl(x))
+    assert (same.graphs, backend.graphs) == (1, 0)
+    with torch.no_grad():
+        there.bias.add_(1)
+    assert not torch.equal(there(x), layer._call_impl(x))
+
+
 def test_compiled_functions_and_methods_travel() -> None:
     @torch.compile(backend="aot_eager", dynamic=False)
     def twice(x: torch.Tensor) -> torch.Tensor:
