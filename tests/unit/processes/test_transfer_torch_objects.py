@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -157,6 +158,30 @@ def test_a_module_that_is_compiled_in_place_is_compiled_there_too(parametrized: 
     with torch.no_grad():
         there.bias.add_(1)
     assert not torch.equal(there(x), layer._call_impl(x))
+
+
+def test_compiled_layers_read_globals_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = types.ModuleType("__main__")
+    source = """
+class Block(nn.Module):
+    def forward(self, x):
+        return SCALE * x
+
+def scaled(value):
+    global SCALE
+    SCALE = value
+"""
+    vars(script).update(nn=nn, SCALE=2.0)
+    exec(source, vars(script))
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    # The compiler begins in torch's Sequential, so that the block's globals are those of another module.
+    with pack([torch.compile(nn.Sequential(script.Block()), backend="eager"), script.scaled]) as payload:
+        monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # a rank does not run the script
+        there, scaled = payload.handle.open()
+        x = torch.ones(2, 4)
+        assert torch.equal(there(x), 2 * x)
+        scaled(3.0)
+        assert torch.equal(there(x), 3 * x)
 
 
 def test_compiled_functions_and_methods_travel() -> None:
