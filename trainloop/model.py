@@ -218,7 +218,8 @@ class TTModel(nn.Module, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # The object that receives logged values is part of the running loop, so a copy of the model does not get it.
-        return {key: value for key, value in self.__dict__.items() if key not in ("_log_sink", "_log_batch_size")}
+        state = super().__getstate__()  # without what compile() has put into the model: it would run the model itself
+        return {key: value for key, value in state.items() if key not in ("_log_sink", "_log_batch_size")}
 
 
 class TTBasicModel(TTModel, ABC):

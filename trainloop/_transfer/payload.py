@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import pickle
@@ -77,6 +78,20 @@ def define_in_main(names: Mapping[str, Any]) -> None:
         if name not in main or name in _sent_to_main:  # the newest definitions of a script or cell
             main[name] = definition
             _sent_to_main.add(name)
+    # The compiler looks for the globals of these functions there, too, and watches whether they change.
+    parts = [part for one in names.values() for part in (vars(one).values() if isinstance(one, type) else (one,))]
+    for function in parts:
+        scope = getattr(function, "__globals__", main)
+        if scope is not main and scope.get("__name__") == "__main__":
+            main["__getattr__"] = functools.partial(_value_in, scope)
+            break
+
+
+def _value_in(scope: Mapping[str, Any], name: str) -> Any:
+    try:
+        return scope[name]
+    except KeyError:
+        raise AttributeError(f"module '__main__' has no attribute {name!r}") from None
 
 
 class LateNames:

@@ -33,7 +33,9 @@ def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
     if issubclass(kind, nn.Module):
         if issubclass(kind, torch.jit.ScriptModule):
             return _reduce_script_module
-        return _reduce_parametrized_module if unparametrized_class(kind) is not kind else None
+        if unparametrized_class(kind) is not kind:
+            return _reduce_parametrized_module
+        return _reduce_module if kind.__reduce__ is object.__reduce__ else None
     if issubclass(kind, torch.optim.Optimizer):
         plain = kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ is object.__reduce_ex__
         return _reduce_optimizer if plain else None
@@ -150,9 +152,26 @@ def _new(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
+def _reduce_module(pickler: Any, module: nn.Module) -> Any:
+    """Pickle what ``module.compile()`` has put into the module, which torch leaves out; the reader compiles again."""
+    if not (compiled := _compiled_in_place(module)):
+        return NotImplemented
+    reduced: Any = module.__reduce_ex__(4)
+    make, args, state, *others = reduced
+    if not isinstance(state, dict):  # of a __getstate__ of the user's
+        return NotImplemented
+    return make, args, {**state, **compiled}, *others
+
+
+def _compiled_in_place(module: nn.Module) -> dict[str, Any]:
+    name = "_compiled_call_impl"  # torch has no public name for it
+    return {name: vars(module)[name]} if vars(module).get(name) is not None else {}
+
+
 def _state_of_module(kind: Any, module: nn.Module) -> Any:
     get_state = getattr(kind, "__getstate__", None)
-    return dict(module.__dict__) if get_state is None else get_state(module)
+    state = dict(module.__dict__) if get_state is None else get_state(module)
+    return {**state, **compiled} if (compiled := _compiled_in_place(module)) else state
 
 
 def _reduce_parametrized_module(pickler: Any, module: nn.Module) -> Any:

@@ -526,6 +526,43 @@ def test_histograms_hyperparameters_and_graph(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True))
 
 
+class Remembers(Net):
+    """Its loss depends on what the last forward has left: its features, with a graph, and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: Tensor | None = None
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        self.features = super().forward(x)
+        return self.features
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        before = 0.0 if self.features is None else self.features.detach().mean()
+        return super().get_loss(batch_data, criterion, device) * (1 + 0.1 * before) / (1 + 0.01 * self.forwards)
+
+
+def test_the_graph_changes_nothing_that_the_model_remembers(tmp_path: Path) -> None:
+    def trained(*callbacks: Any) -> Remembers:
+        torch.manual_seed(0)
+        model = Remembers()
+        make_loop(model).fit(num_epochs=3, callbacks=list(callbacks))
+        return model
+
+    plain, drawn = trained(), trained(TensorBoard(tmp_path, graph_input=torch.ones(2, 8)))
+    assert drawn.forwards == plain.forwards
+    assert all(map(torch.equal, drawn.state_dict().values(), plain.state_dict().values()))
+
+
+def test_fsdp_refuses_the_graph_and_histograms_before_any_process_starts(tmp_path: Path) -> None:
+    for asked in ({"graph_input": torch.ones(2, 8)}, {"histograms_every_n_epochs": 1}):
+        loop = make_loop(gpu_mode="fsdp", devices=2)
+        with pytest.raises(ConfigurationError, match=rf"TensorBoard\({next(iter(asked))}=.*with gpu_mode='fsdp'"):
+            loop.fit(num_epochs=1, callbacks=[TensorBoard(tmp_path, **asked)])  # type: ignore[arg-type]
+
+
 @pytest.mark.filterwarnings("error::UserWarning")  # a complex weight's imaginary part is not discarded
 def test_histogram_of_odd_weights(tmp_path: Path) -> None:
     class Odd(Net):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -138,6 +139,49 @@ def test_a_compiled_submodule_is_compiled_there_in_the_same_way() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported):
         refuses(x)
     assert torch.equal(there_and_back(torch.compile(breaks, backend="eager"))(x), x + 1)
+
+
+@pytest.mark.parametrize("parametrized", [False, True])
+def test_a_module_that_is_compiled_in_place_is_compiled_there_too(parametrized: bool) -> None:
+    backend = CountingBackend()
+
+    class Layer(nn.Linear):  # torch compiles no frame of its own layers
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).tanh()
+
+    layer: nn.Module = parametrizations.weight_norm(Layer(4, 4)) if parametrized else Layer(4, 4)
+    layer.compile(backend=backend, fullgraph=True)
+    there, same = there_and_back([layer, backend])
+    x = torch.ones(2, 4)
+    assert torch.equal(there(x), layer._call_impl(x))
+    assert (same.graphs, backend.graphs) == (1, 0)
+    with torch.no_grad():
+        there.bias.add_(1)
+    assert not torch.equal(there(x), layer._call_impl(x))
+
+
+def test_compiled_layers_read_globals_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = types.ModuleType("__main__")
+    source = """
+class Block(nn.Module):
+    def forward(self, x):
+        return SCALE * x
+
+def scaled(value):
+    global SCALE
+    SCALE = value
+"""
+    vars(script).update(nn=nn, SCALE=2.0)
+    exec(source, vars(script))
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    # The compiler begins in torch's Sequential, so that the block's globals are those of another module.
+    with pack([torch.compile(nn.Sequential(script.Block()), backend="eager"), script.scaled]) as payload:
+        monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))  # a rank does not run the script
+        there, scaled = payload.handle.open()
+        x = torch.ones(2, 4)
+        assert torch.equal(there(x), 2 * x)
+        scaled(3.0)
+        assert torch.equal(there(x), 3 * x)
 
 
 def test_compiled_functions_and_methods_travel() -> None:

@@ -86,6 +86,17 @@ def test_copies_and_pickles_do_not_listen_along() -> None:
     assert recorder.finish_epoch().metrics == {}
 
 
+def test_a_copy_of_a_compiled_model_computes_with_its_own_weights() -> None:
+    model, x = Affine(), torch.ones(1)
+    model.compile(backend="eager")
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        assert not other(x).any()
+    assert model(x).any()
+
+
 def test_device() -> None:
     class Bare(Affine):
         def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import os
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor
 
 from trainloop import __version__
+from trainloop._support import rng
 from trainloop._support.distribution import pip_install
+from trainloop._support.nested import tensors_of
 from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import check_flags, count_of, dict_of, path_of
 from trainloop.callbacks.base import logs_nothing, runs_first
@@ -31,7 +34,6 @@ from trainloop.checkpoint.storage import folder, why_not_writable
 from trainloop.devices import has_ranks
 from trainloop.errors import ConfigurationError
 from trainloop.optim.optimizers import optimizers_of
-from trainloop.optim.parameters import restore_modes
 
 __all__ = ["TensorBoard"]
 
@@ -143,6 +145,11 @@ class TensorBoard(Tracker):
                 f"TensorBoard(histograms_every_n_epochs={self.histograms_every_n_epochs}) with gpu_mode='fsdp': rank 0 "
                 "writes the histograms, but has only a shard of each parameter. Leave histograms out, or use "
                 "GradientStats."
+            )
+        if self.graph_input is not None and loop.gpu_mode == "fsdp":
+            raise ConfigurationError(
+                "TensorBoard(graph_input=...) with gpu_mode='fsdp': rank 0 draws the graph, but has only a shard of "
+                "each parameter. Leave it out, or draw the graph in a short run with gpu_mode='single'."
             )
         others = [one for one in loop.callbacks if isinstance(one, TensorBoard) and one is not self]
         if any(one._given == self._given is not None for one in others):
@@ -351,28 +358,22 @@ class TensorBoard(Tracker):
             return
         from torch.utils.tensorboard._pytorch_graph import graph
 
-        model = self.train_loop_obj.model
+        loop, model = self.train_loop_obj, self.train_loop_obj.model
         inputs = self.graph_input if isinstance(self.graph_input, tuple) else (self.graph_input,)
         inputs = tuple(x.to(model.device) if isinstance(x, Tensor) else x for x in inputs)
-        parts = list(model.modules())
-        modes = [part.training for part in parts]
-        # Drawing the graph runs the model once. Random numbers, running statistics and logs must stay unchanged.
-        sink = model.__dict__.pop("_log_sink", None)
-        cuda = [model.device] if model.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda), torch.no_grad(), warnings.catch_warnings():
+        # Drawing the graph runs the model, which may count, remember or draw random numbers: it runs a copy. torch
+        # copies no tensors that an operation has computed, such as outputs that a model keeps.
+        kept = (t for part in model.modules() for t in tensors_of(vars(part)) if not t.is_leaf)
+        copied = {id(t): t.detach().clone() for t in kept}
+        with rng.isolated(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tracing warns about code that it can't follow, which the graph may omit
             try:
-                model.eval()
-                graph_def, _ = graph(model, inputs)
+                graph_def, _ = graph(copy.deepcopy(model, {id(loop): loop, **copied}).eval(), inputs)
             except Exception as error:
                 raise ConfigurationError(
                     f"TensorBoard: graph_input: torch.jit.trace can't trace the model with it: {error} Pass what "
                     "forward takes, as a tensor or a tuple; leave it out if the model can't be traced."
                 ) from error
-            finally:
-                restore_modes(parts, modes)
-                if sink is not None:
-                    model.__dict__["_log_sink"] = sink
         self._open().write(graph_def=graph_def.SerializeToString())
 
     # -- end of training, and restart ----------------------------------------------------------------------------------
