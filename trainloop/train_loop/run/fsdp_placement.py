@@ -388,6 +388,42 @@ def _found_again(model: nn.Module, shards: dict[str, nn.Parameter]) -> list[tupl
     return [(now, name, p) for now, name, p in found if name in shards]
 
 
+class _Written:
+    """Sharded tensors whose values are written back into full tensors, one at a time.
+
+    With a file, each rank writes its shard into it and frees the shard's memory, so the full model exists only once.
+    Without a file, every rank gathers each tensor and moves it off the device before the next one: a device with room
+    for its shards may have no room for the full model.
+    """
+
+    def __init__(self, file: ResultFile | None) -> None:
+        self.receives = file is None or _is_first_of_host()
+        self._file = file
+        self._shards: list[Any] = []
+        self._homes: list[tuple[Tensor | None, torch.device]] = []
+
+    def add(self, shard: Any, home: Tensor | None, device: torch.device) -> None:
+        """Add a tensor, with the one that gets its values, and the device of a new one if it doesn't fit."""
+        self._shards.append(shard)
+        self._homes.append((home, device))
+
+    def write(self) -> dict[int, Tensor]:
+        """Write all values; return the full tensors by the ids of the shards. Collective."""
+        in_file = None if self._file is None else _in_file(self._shards, self._file, frees=True)
+        wholes: dict[int, Tensor] = {}
+        for i, (home, device) in enumerate(self._homes):
+            full = full_tensor(of_plain_type(self._shards[i])) if in_file is None else in_file[i]
+            if home is None or home.shape != full.shape or home.dtype != full.dtype:
+                home = full.to(device) if in_file is None else full
+            elif self.receives and in_file is None:
+                home.detach().copy_(full)
+            elif self.receives:
+                home.data = full
+            wholes[id(self._shards[i])] = home
+            del full
+        return wholes
+
+
 def _write_back(
     parameters: Sequence[nn.Parameter],
     names: dict[int, str],
@@ -397,17 +433,8 @@ def _write_back(
     own_state: list[dict[Any, dict[Any, Any]]],
     file: ResultFile | None,
 ) -> None:
-    """Write the trained values into the model's parameters and its optimizers' state, one tensor at a time.
-
-    With a file, each rank writes its shard into it and frees the shard's memory, so the full model exists only once.
-    Without a file, every rank gathers each tensor and moves it off the device before the next one: a device with room
-    for its shards may have no room for the full model.
-    """
-    receives = file is None or _is_first_of_host()
-    shards: list[Any] = []
-    owners: list[tuple[Tensor | None, torch.device]] = []  # the tensor that gets the values, and where a new one goes
-    states: list[tuple[dict[Any, Any], Any]] = []
-    own_types: set[str] = set()
+    """Write the trained values into the model's parameters and its optimizers' state. Collective."""
+    written = _Written(file)
     for p in parameters:
         if id(p) not in names:
             continue
@@ -415,10 +442,11 @@ def _write_back(
         target = originals[name]
         target.requires_grad_(p.requires_grad)
         if is_sharded(p):
-            shards.append(p)
-            owners.append((target, kept[name].device))
-        elif receives:
+            written.add(p, target, kept[name].device)
+        elif written.receives:
             (kept[name] if p is target else target).data.copy_(p.detach())
+    own_types: set[str] = set()
+    states: list[tuple[dict[Any, Any], Any]] = []
     seen: set[int] = set()
     for optimizer, initial in zip(optimizers, own_state, strict=True):
         for stepped in parameters_of(optimizer):
@@ -433,11 +461,10 @@ def _write_back(
                 for tensor in filter(is_sharded, found):
                     if type(part := local_shard(tensor)) is not Tensor:
                         own_types.add(type(part).__name__)
-                    shards.append(tensor)
-                    owners.append((before.get(key) if tensor is value else None, kept[name].device))
+                    written.add(tensor, before.get(key) if tensor is value else None, kept[name].device)
                 if any(map(is_sharded, found)):
                     states.append((own, key))
-                elif isinstance(value, Tensor) and value.device.type != "cpu" and receives:
+                elif isinstance(value, Tensor) and value.device.type != "cpu" and written.receives:
                     own[key] = value.to(kept[name].device)
     if own_types and distributed.is_global_zero():
         warn_or_print(
@@ -445,18 +472,7 @@ def _write_back(
             "the ranks as plain tensors of their values, with which another fit continues. To continue with the "
             "optimizer's own tensors, resume from a ModelCheckpoint, with as many ranks."
         )
-    in_file = None if file is None else _in_file(shards, file, frees=True)
-    wholes: dict[int, Tensor] = {}
-    for i, (home, device) in enumerate(owners):
-        full = full_tensor(of_plain_type(shards[i])) if in_file is None else in_file[i]
-        if home is None or home.shape != full.shape or home.dtype != full.dtype:
-            home = full.to(device) if in_file is None else full
-        elif receives and in_file is None:
-            home.detach().copy_(full)
-        elif receives:
-            home.data = full
-        wholes[id(shards[i])] = home
-        del full
+    wholes = written.write()
     for own, key in states:
         own[key] = map_tensors(own[key], lambda tensor: wholes.get(id(tensor), tensor))
 
