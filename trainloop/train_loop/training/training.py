@@ -491,35 +491,12 @@ class Training(Run):
         # In ranks, the cut has each rank's state. A hook resets it, but this epoch continues.
         carried = None if self.parallel or self._cut is None else copy.deepcopy(carried_state_of(loop.model))
         if self.skip_steps == 0:
-            self.epoch_steps = self.epoch_batches = 0
-            self.recorder.between_steps(loop.global_step + 1)
-            trains = loop.model.training
-            hooks = self.hooks.on_epoch_begin
-            with self.advice.seeing_draws() if hooks and self.gradients.ranks > 1 else _ALONE:
-                for hook in hooks:
-                    hook()
-            if trains and not loop.model.training:
-                self.advice.eval_undone()
-            if self._changes is not None:
-                self._changes.find_renewed(has_hooks=bool(hooks))
+            self._call_epoch_begin()
         # This is after the hook, in which callbacks may change everything, and before the first forward.
         continues = self._cut is not None and (not self.parallel or loop.run_config.here is not None)
         generators = generators_read(loop.train_loader) if continues else {}
         states = {name: one.get_state() for name, one in generators.items()}
-        self.take_data(loop.epoch)
-        settings = requested_settings(self, gather=self._job.gather, resume=None) if self.parallel else {}
-        self.of_ranks = self.gradients.follow_at_epoch_begin(settings)
-        self._checks_backward = self.gradients.combines
-        modules = trained_modules(loop.model, loop.criterion)
-        of_model, *of_criterion = (list(module.modules()) for module in modules)
-        parts = [*of_model, *chain.from_iterable(of_criterion)]
-        self.follow_modules(modules, parts)
-        # Without the mode of torch's functions in later steps, torch.compile would compile again.
-        self._sees_functions = any(map(is_compiled, parts))
-        if self._sees_functions:  # a hook may have compiled a module
-            notice_hooks(self.undo)
-        if self._sees_functions or self._functions is not None or loop.global_step >= self._looks_again:
-            self._functions, self._looks_again = [], loop.global_step + _STEPS_BETWEEN_LOOKS
+        of_model = self._follow_hooks()
         if self._kept_in_eval is None:
             self.advice.untrained(averages=self.parallel and not self.place.collective)
         if self._cut is not None:
@@ -539,14 +516,46 @@ class Training(Run):
         self.feed.set_epoch(loop.epoch, told=True)
         total_epochs = self.start_epoch + loop.num_epochs if loop.num_epochs else 0
         self.display.begin_epoch(loop.epoch, total_epochs, self.feed.num_batches, self.epoch_batches)
-        if resumed_at_end:  # a callback has ended the epoch, in the step after which the checkpoint was written
-            return iter(())
-        if self._batches_left() <= 0:  # only the end of the epoch is left
+        # Maybe only its end is left: a callback has ended it in the step after which the checkpoint was written.
+        if resumed_at_end or self._batches_left() <= 0:
             return iter(())
         steps: Iterator[StepBatches] = self.feed.steps(
             loop.grad_accumulation, skip, skip_batches=skip_batches, batches_left=self._batches_left
         )
         return steps
+
+    def _call_epoch_begin(self) -> None:
+        """Begin an epoch that is not resumed in its middle: count from zero, and call the hooks."""
+        self.epoch_steps = self.epoch_batches = 0
+        self.recorder.between_steps(self.loop.global_step + 1)
+        trains = self.loop.model.training
+        hooks = self.hooks.on_epoch_begin
+        with self.advice.seeing_draws() if hooks and self.gradients.ranks > 1 else _ALONE:
+            for hook in hooks:
+                hook()
+        if trains and not self.loop.model.training:
+            self.advice.eval_undone()
+        if self._changes is not None:
+            self._changes.find_renewed(has_hooks=bool(hooks))
+
+    def _follow_hooks(self) -> list[nn.Module]:
+        """Follow what hooks have changed since the last epoch; return the model's modules. Collective."""
+        loop = self.loop
+        self.take_data(loop.epoch)
+        settings = requested_settings(self, gather=self._job.gather, resume=None) if self.parallel else {}
+        self.of_ranks = self.gradients.follow_at_epoch_begin(settings)
+        self._checks_backward = self.gradients.combines
+        modules = trained_modules(loop.model, loop.criterion)
+        of_model, *of_criterion = (list(module.modules()) for module in modules)
+        parts = [*of_model, *chain.from_iterable(of_criterion)]
+        self.follow_modules(modules, parts)
+        # Without the mode of torch's functions in later steps, torch.compile would compile again.
+        self._sees_functions = any(map(is_compiled, parts))
+        if self._sees_functions:  # a hook may have compiled a module
+            notice_hooks(self.undo)
+        if self._sees_functions or self._functions is not None or loop.global_step >= self._looks_again:
+            self._functions, self._looks_again = [], loop.global_step + _STEPS_BETWEEN_LOOKS
+        return of_model
 
     def follow_modules(self, modules: Sequence[nn.Module], parts: Iterable[nn.Module] | None = None) -> None:
         """Give modules that hooks have put into the model or the criterion what the others got when the run began."""
