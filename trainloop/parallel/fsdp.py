@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -200,20 +201,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         offload_policy: Any = None,
         init_sync: bool = True,
     ) -> None:
-        from torch.distributed.fsdp import fully_shard  # the import takes half a second, and most programs never shard
-
-        check_not_lazy(module, "TTFullyShardedDataParallel")
-        check_sendable(module, "TTFullyShardedDataParallel")
-        if not dist.is_available() or not dist.is_initialized():
-            raise ConfigurationError(
-                "TTFullyShardedDataParallel: there is no process group. Call torch.distributed.init_process_group() in "
-                "every process first, or let TrainLoop(..., gpu_mode='fsdp') start the processes."
-            )
-        if any(is_sharded(p) for p in own_parameters(module)):
-            raise ConfigurationError(
-                f"TTFullyShardedDataParallel: {type(module).__name__} has DTensor parameters, so it is already "
-                "sharded. Pass a model that is not sharded."
-            )
+        _check_module(module)
         can_undo()
         correct_operations()
         guard_process()
@@ -247,35 +235,20 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             check_parameters(name or type(module).__name__, _to_shard(unit))
             if any(on_meta):
                 _give_memory(unit, device, None if seed is None else seed + number)
-            originals = [(p, p.data) for p in _to_shard(unit).values()]
-            for p, data in originals:
-                p.data = _of_first_rank(data, mesh, device) if sends else data
-                if not p.is_contiguous():
-                    p.data = p.data.contiguous()  # e.g. channels_last: a shard is cut from contiguous rows
             # The root is needed again as soon as backward begins: by default torch keeps it gathered.
             root = unit is self and reshard_after_forward is True
             further: dict[str, Any] = {} if root else {"reshard_after_forward": reshard_after_forward}
-            if ignored := {p for p in own_parameters(unit) if stays_whole(p)}:
-                further["ignored_params"] = ignored  # torch 2.6 does not know it
-            try:
-                fully_shard(unit, **further, **options)
-            except (ValueError, TypeError, NotImplementedError) as error:
-                raise ConfigurationError(f"TTFullyShardedDataParallel: {error}") from error
-            for p, data in originals if init_sync else ():  # no longer in the module; restored for other owners
-                p.data = data
+            value = partial(_of_first_rank, mesh=mesh, device=device) if sends else None
+            _shard_unit(unit, {**further, **options}, value, restores=init_sync)
         self._tt_groups = [group for _, unit in units for group in parameter_groups(unit)]
         whole = [p for p in own_parameters(module) if stays_whole(p)]  # in one order on all ranks, unlike in a set
-        self._tt_hooks: list[Any] = [HandsBack(unit) for _, unit in units]
-        self._tt_hooks += [unit.register_forward_pre_hook(_Flags(unit).follow, prepend=True) for _, unit in units[:-1]]
-        self._tt_hooks += [refuse_other_parameters(name, unit) for name, unit in units[:-1]]  # runs before the others
-        self._tt_hooks += [refuse_freed_input(name, unit) for name, unit in units[:-1]]
-        self._tt_until_begun = [
-            unit.register_forward_pre_hook(self._prepare_units, prepend=True) for _, unit in units[:-1]
-        ]
         if any(marks.values()):
             for name, p in module.named_parameters(remove_duplicate=False):
                 vars(p).update(marks.get(name, {}))
-            self._tt_hooks += [unit.register_forward_pre_hook(_Marks(unit).copy) for _, unit in units]
+        self._tt_hooks: list[Any] = self._hooks_of_units(marked=any(marks.values()))
+        self._tt_until_begun = [
+            unit.register_forward_pre_hook(self._prepare_units, prepend=True) for _, unit in units[:-1]
+        ]
         self._tt_flags = _Flags(self)
         self._tt_names = {id(p): name for name, p in module.named_parameters() if is_sharded(p)}
         for buffer in module.buffers() if sends else ():
@@ -296,6 +269,16 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         self._tt_whole = set(map(id, whole))
         self._tt_frozen: list[nn.Parameter] = []
         self._tt_added = AddedParameters()
+
+    def _hooks_of_units(self, *, marked: bool) -> list[Any]:
+        """Register the hooks of units, the root's last; ``marked``: parameters have attributes of the user's."""
+        units, below = [unit for _, unit in self._tt_units], self._tt_units[:-1]
+        hooks: list[Any] = [HandsBack(unit) for unit in units]
+        hooks += [unit.register_forward_pre_hook(_Flags(unit).follow, prepend=True) for _, unit in below]
+        hooks += [refuse_other_parameters(name, unit) for name, unit in below]  # runs before the others
+        hooks += [refuse_freed_input(name, unit) for name, unit in below]
+        hooks += [unit.register_forward_pre_hook(_Marks(unit).copy) for unit in units if marked]
+        return hooks
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -589,6 +572,45 @@ def _mesh(module: nn.Module, mesh: Any, replicas: Any) -> Any:
 
 def _device_of(mesh: Any) -> torch.device:
     return torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+
+
+def _check_module(module: nn.Module) -> None:
+    check_not_lazy(module, "TTFullyShardedDataParallel")
+    check_sendable(module, "TTFullyShardedDataParallel")
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigurationError(
+            "TTFullyShardedDataParallel: there is no process group. Call torch.distributed.init_process_group() in "
+            "every process first, or let TrainLoop(..., gpu_mode='fsdp') start the processes."
+        )
+    if any(is_sharded(p) for p in own_parameters(module)):
+        raise ConfigurationError(
+            f"TTFullyShardedDataParallel: {type(module).__name__} has DTensor parameters, so it is already "
+            "sharded. Pass a model that is not sharded."
+        )
+
+
+def _shard_unit(
+    unit: nn.Module, options: dict[str, Any], value: Callable[[Tensor], Tensor] | None, *, restores: bool
+) -> None:
+    """Shard the parameters of a unit, with the values that ``value`` returns for theirs.
+
+    With ``restores``, the parameters themselves, which are no longer in the module, keep their values for other owners.
+    """
+    from torch.distributed.fsdp import fully_shard  # the import takes half a second, and most programs never shard
+
+    originals = [(p, p.data) for p in _to_shard(unit).values()]
+    for p, data in originals:
+        p.data = data if value is None else value(data)
+        if not p.is_contiguous():
+            p.data = p.data.contiguous()  # e.g. channels_last: a shard is cut from contiguous rows
+    if ignored := {p for p in own_parameters(unit) if stays_whole(p)}:
+        options = {**options, "ignored_params": ignored}  # torch 2.6 does not know it
+    try:
+        fully_shard(unit, **options)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigurationError(f"TTFullyShardedDataParallel: {error}") from error
+    for p, data in originals if restores else ():
+        p.data = data
 
 
 def _of_first_rank(own: Tensor, mesh: Any, device: torch.device) -> Tensor:
