@@ -28,7 +28,13 @@ from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
 from trainloop.optim.losses import split_yielded
 from trainloop.optim.parameters import own_parameters
-from trainloop.parallel.replicas.attributes import RegisteredParts, SetAttributes, WatchedTensors, explain_replica
+from trainloop.parallel.replicas.attributes import (
+    ChangedMeanwhile,
+    RegisteredParts,
+    SetAttributes,
+    WatchedTensors,
+    explain_replica,
+)
 from trainloop.parallel.replicas.gather import as_rows, combine_losses, combine_predictions, gather, rows_of_ones
 from trainloop.parallel.replicas.references import copies_of, refer_to_copies, warning_of_own_parts, with_copies
 from trainloop.parallel.replicas.scatter import NotDivisibleError, batch_length, chunk_sizes, form_of, scatter
@@ -204,7 +210,7 @@ class TTDataParallel(Transparent, DataParallel):
                 return combine_predictions(found, sizes, self.dim)
             criterion = kwargs.get("criterion", args[1] if len(args) > 1 else None)
             if isinstance(outputs[0], Generator):
-                return self._yield_losses(outputs, replicas, devices, sizes, criterion, watch)
+                return self._yield_losses(outputs, replicated, devices, sizes, criterion, watch)
             return self._loss_of_all(outputs, sizes, criterion, 0)
 
     def _run_on_one_device(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -275,13 +281,13 @@ class TTDataParallel(Transparent, DataParallel):
     def _yield_losses(
         self,
         generators: list[Generator[Any, None, None]],
-        replicas: list[nn.Module],
+        replicated: list[tuple[Any, list[Any]]],
         devices: list[torch.device],
         sizes: list[int],
         criterion: Any,
         watch: Callable[[], _Watched],
     ) -> Iterator[Any]:
-        """Yield the whole batch's losses, one by one; after each, renew the replicas' weights."""
+        """Yield the whole batch's losses, one by one; after each, renew what hooks and the optimizer have changed."""
         ended = object()
         for position in itertools.count():
             watched = watch()
@@ -299,8 +305,15 @@ class TTDataParallel(Transparent, DataParallel):
                 )
             (name,) = names
             loss = self._loss_of_all([loss for _, loss in split], sizes, criterion, position)
+            waiting = [(module, replicas, ChangedMeanwhile(module)) for module, replicas in replicated]
             yield loss if name is None else (name, loss)
-            _renew(replicas, _replicas(self.module, devices, sizes))
+            for module, replicas, changed in waiting:
+                is_module = isinstance(module, nn.Module)
+                newer = _replicas(module, devices, sizes) if is_module else [module] * len(replicas)
+                for pair in zip(replicas, newer, strict=True):
+                    if is_module:
+                        _renew(*pair)
+                    changed.put(*pair)
 
     def _keep_attributes(self, watched: _Watched, method: str) -> None:
         """Keep the attributes that a method has set in all replicas alike; warn once of others."""
@@ -499,15 +512,24 @@ def _register(part: nn.Module) -> None:
         part._parameters[name] = tensor
 
 
-def _renew(replicas: list[nn.Module], with_weights_of: list[nn.Module]) -> None:
-    """Give replicas that are in the middle of a method the parameters of newer replicas, attribute by attribute."""
-    for replica, newer in zip(replicas, with_weights_of, strict=True):
-        for part, newer_part in zip(replica.modules(), newer.modules(), strict=True):
-            part._parameters.clear()  # otherwise, a tensor can't replace a parameter
-            for name, tensor in newer_part.__dict__["_former_parameters"].items():
-                setattr(part, name, tensor)  # setattr, since an RNN's __setattr__ updates its list of weights
-            part.__dict__["_former_parameters"] = newer_part.__dict__["_former_parameters"]
-            _register(part)
+def _renew(part: nn.Module, newer: nn.Module) -> None:
+    """Give a replica that is in the middle of a method the tensors and the new modules of a newer one."""
+    part._parameters.clear()  # otherwise, a tensor can't replace a parameter
+    for name, tensor in newer.__dict__["_former_parameters"].items():
+        setattr(part, name, tensor)  # setattr, since an RNN's __setattr__ updates its list of weights
+    part.__dict__["_former_parameters"] = newer.__dict__["_former_parameters"]
+    _register(part)
+    part._buffers.clear()
+    part._buffers.update(newer._buffers)
+    before = dict(part._modules)
+    part._modules.clear()
+    for name, child in newer._modules.items():
+        own = before.get(name)
+        if own is None or child is None or type(own) is not type(child):
+            part._modules[name] = child
+        else:
+            part._modules[name] = own
+            _renew(own, child)
 
 
 def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:

@@ -22,7 +22,7 @@ from kit.alternating_models import (
     wgan_optimizers,
 )
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
 from trainloop import AbstractCallback, ModelWrap, MultiLoss, MultiOptimizer, TrainLoop, TTBasicModel
@@ -393,3 +393,66 @@ def test_a_weighted_class_loss_among_others_is_warned_of() -> None:
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5]))
     with pytest.warns(UserWarning, match="averages over the targets' weights"):
         loop_of(model, loader, optim.SGD(model.parameters(), 0.1), criterion).fit(num_epochs=1, grad_accumulation=2)
+
+
+class Learned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.factor = nn.Parameter(torch.ones(3)), 1.0
+
+    def forward(self, output: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output * self.scale * self.factor, y)
+
+
+class Shifted(TTBasicModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Sequential(nn.Linear(8, 3)), nn.Linear(8, 3)
+        self.gain, self.gains = 1.0, [1.0]
+        self.register_buffer("shift", torch.zeros(3))
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        x, y = batch_data
+        yield "a", criterion(self.a(x) * self.gain + self.shift, y)
+        yield "b", criterion(self.b(x) * self.gain * self.gains[0] + self.a(x).detach() + self.shift, y)
+
+
+def add_a_layer(model: Any, criterion: Any) -> None:
+    torch.manual_seed(1)
+    model.a.append(nn.Linear(3, 3).double())
+
+
+BETWEEN_LOSSES: dict[str, Any] = {
+    "a number": lambda model, criterion: setattr(model, "gain", 0.5),
+    "a list": lambda model, criterion: model.gains.__setitem__(0, 0.5),
+    "a buffer in place": lambda model, criterion: model.shift.add_(0.3),
+    "another buffer": lambda model, criterion: setattr(model, "shift", torch.ones(3)),
+    "the criterion": lambda model, criterion: setattr(criterion, "factor", 0.5),
+    "a layer": add_a_layer,
+}
+
+
+@pytest.mark.parametrize("kind", BETWEEN_LOSSES)
+def test_replicas_follow_what_a_hook_changes_between_two_losses_of_a_batch(kind: str) -> None:
+    def trained(mode: str) -> list[Tensor]:
+        class Changes(AbstractCallback):
+            def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
+                loop = self.train_loop_obj
+                if loop.global_step == 1 and optimizer_idx == 0:
+                    BETWEEN_LOSSES[kind](loop.model, loop.criterion)
+
+        model, criterion = Shifted().double(), Learned().double()
+        optimizers = {
+            "a": optim.SGD([*model.a.parameters(), *criterion.parameters()], 0.1),
+            "b": optim.SGD(model.b.parameters(), 0.1),
+        }
+        ranks: dict[str, Any] = {} if mode == "single" else {"devices": 2}
+        x, y = make_data(24).tensors
+        loader = DataLoader(TensorDataset(x.double(), y), batch_size=8)
+        loop = loop_of(model, loader, MultiOptimizer(optimizers), criterion, gpu_mode=mode, **ranks)
+        loop.fit(num_epochs=1, callbacks=[Changes()])
+        return [*model.parameters(), *criterion.parameters()]
+
+    for own, value in zip(trained("dp"), trained("single"), strict=True):
+        torch.testing.assert_close(own, value, rtol=0, atol=1e-12)

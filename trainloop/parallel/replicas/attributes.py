@@ -169,6 +169,30 @@ def _lost_part(name: str) -> ConfigurationError:
     )
 
 
+class ChangedMeanwhile:
+    """Find attributes of a model or a criterion that hooks change while its replicas are in the middle of a method."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._before = {
+            path: {name: (value, _copied(value) if _has_numbers(value) else value) for name, value in own.items()}
+            for path, part in _modules_of(module).items()
+            if (own := getattr(part, "__dict__", {}))
+        }
+
+    def put(self, replica: Any, newer: Any) -> None:
+        """Give the replica these attributes of a newer one; it keeps what the method itself has set."""
+        parts, news = _modules_of(replica), _modules_of(newer)
+        for path, part in _modules_of(self._module).items():
+            if path not in self._before or path not in parts:
+                continue
+            for name in vars(part).keys() - _OF_ANY_MODULE:
+                value, content = self._before[path].get(name, (_MISSING, None))
+                now = vars(part)[name]
+                if now is not value or (_has_numbers(now) and now != content):
+                    vars(parts[path])[name] = vars(news[path])[name]
+
+
 class SetAttributes:
     """Find the attributes that a method sets in replicas of a model or a criterion; keep those that all set alike.
 
