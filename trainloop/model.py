@@ -19,6 +19,10 @@ from trainloop.errors import ConfigurationError
 __all__ = ["ModelWrap", "TTBasicModel", "TTModel"]
 
 
+OF_LOGS = frozenset(("_log_sink", "_log_batch_size"))
+"""Attributes of a model by which it logs into a running loop."""
+
+
 class TTModel(nn.Module, ABC):
     """An ``nn.Module`` that computes the loss and the predictions of a batch, too.
 
@@ -219,7 +223,7 @@ class TTModel(nn.Module, ABC):
     def __getstate__(self) -> dict[str, Any]:
         # The object that receives logged values is part of the running loop, so a copy of the model does not get it.
         state = super().__getstate__()  # without what compile() has put into the model: it would run the model itself
-        return {key: value for key, value in state.items() if key not in ("_log_sink", "_log_batch_size")}
+        return {key: value for key, value in state.items() if key not in OF_LOGS}
 
 
 class TTBasicModel(TTModel, ABC):

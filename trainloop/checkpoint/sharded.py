@@ -26,8 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainloop._support.user_line import described_names
 from trainloop.checkpoint.storage import sync_directory, temporary_name
 from trainloop.errors import CheckpointError
+from trainloop.optim.parameters import parameters_beside
 from trainloop.parallel.sharded.shards import (
     ShardSlice,
     is_sharded,
@@ -198,6 +200,26 @@ def load_model(model: nn.Module, state: dict[str, Any]) -> None:
             "fit, and call model.load_state_dict(weights, strict=False)."
         ) from error
     _keep_objects(model, parameters)
+
+
+def load_parameters_beside(loop: Any, state: dict[str, Any]) -> str:
+    """Load the parameters that only the optimizer has; they are known by their places in its groups.
+
+    Return a warning that names those that the checkpoint or the optimizer lacks; empty if there are none.
+    """
+    own, saved = parameters_beside(loop.model, loop.criterion, loop.optimizer), whole_of(state.get("parameters", {}))
+    found = {name: value for name, value in saved.items() if name in own and own[name].shape == value.shape}
+    with torch.no_grad():
+        for name, value in found.items():
+            own[name].copy_(shard_like(value, own[name]))  # a shard of a module that a callback has replaced, too
+    names = [name for name in {**own, **saved} if name not in found]
+    if not names:
+        return ""
+    return (
+        f"the checkpoint and this run's optimizer do not both have {described_names(names)}, which the model does not "
+        "have, with the same shape. They keep the values that they have. Pass the optimizer the same parameters in the "
+        "same order as in the checkpoint's run, or register them in the model."
+    )
 
 
 def _keep_objects(model: nn.Module, parameters: dict[str, nn.Parameter]) -> None:

@@ -21,6 +21,7 @@ from trainloop.optim.parameters import criterion_modules, move_to
 from trainloop.parallel.transparent import attributes_of
 from trainloop.train_loop.arguments.checks import loader_batch_size
 from trainloop.train_loop.loop import TrainLoop
+from trainloop.train_loop.training.trained import begin_training
 
 
 def require_training_parts(loop: TrainLoop[Any], who: str) -> None:
@@ -59,7 +60,7 @@ def copies(loop: TrainLoop[Any], device: torch.device | None = None, *also: Any)
     for tensor in (*loop.model.parameters(), *loop.model.buffers()):
         if marks := attributes_of(tensor):  # torch copies a tensor without the attributes that code has set on it
             vars(copied[id(tensor)]).update(copy.deepcopy(marks, copied))
-    model.train()
+    begin_training(model, list(model.modules()))
     if device is not None:
         move_to(model, device)
         for module in criterion_modules(criterion):

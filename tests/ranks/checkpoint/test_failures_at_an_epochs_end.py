@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +116,37 @@ class Shrinks(AbstractCallback):
             self.train_loop_obj.model.fc.weight *= 0.5
 
 
+class ShrinksCriterion(AbstractCallback):
+    def on_epoch_end(self) -> None:
+        self.train_loop_obj.criterion.weight *= torch.tensor([0.5, 1.0, 1.0])
+
+
+class Slows(AbstractCallback):
+    """Changes the optimizer's state."""
+
+    def on_epoch_end(self) -> None:
+        for own in self.train_loop_obj.optimizer.state.values():
+            own["momentum_buffer"] *= 0.5
+
+
 @pytest.mark.filterwarnings("ignore:the training changes epoch")
 @pytest.mark.parametrize(
     ("changes", "fails", "names"),
-    [(Swaps, None, "fc.weight, fc.bias"), (Shrinks, Fails(), "fc.weight")],
-    ids=["evaluation", "hook"],
+    [
+        (Swaps, None, "fc.weight, fc.bias"),
+        (Shrinks, Fails(), "fc.weight"),
+        (ShrinksCriterion, Fails(), "criterion.weight"),
+        (Slows, Fails(), "the optimizers' state"),
+    ],
+    ids=["evaluation", "hook", "criterion", "optimizer"],
 )
 def test_no_checkpoint_has_weights_that_were_changed_after_the_step(
     changes: Any, fails: AbstractCallback | None, names: str, tmp_path: Path
 ) -> None:
     """The resumed run would change them again, or train on from other weights."""
     whole, failed, resumed = loop_of(), loop_of(broken=fails is None), loop_of()
+    for tl in (whole, failed, resumed):
+        tl.criterion = torch.nn.CrossEntropyLoss(weight=torch.ones(3))
     whole.fit(num_epochs=2, callbacks=[changes("changes")])
     callbacks = [changes("changes"), ModelCheckpoint(tmp_path), *([fails] if fails else [])]
     with pytest.raises(ValueError, match="broken"), pytest.warns(UserWarning, match=f"has changed {names}, so that"):
@@ -143,6 +164,23 @@ def test_another_fit_replaces_the_values_of_the_end_that_failed(mode: str) -> No
     tl.fit(num_epochs=1, callbacks=[inserts])
     assert tl.history.epochs("at_end") == tl.history.epochs("val_loss") == [0, 1]
     assert tl.history["at_end"][-1] == tl.global_step + (mode == "ddp") / 2  # the mean over ranks
+
+
+class Toggles(AbstractCallback):
+    def on_epoch_end(self) -> None:
+        bias = self.train_loop_obj.model.fc.bias
+        bias.requires_grad_(not bias.requires_grad)
+
+
+def test_the_flags_of_parameters_are_those_of_the_last_step(tmp_path: Path) -> None:
+    whole, failed, resumed = loop_of(), loop_of(), loop_of()
+    whole.fit(num_epochs=3, callbacks=[Toggles("toggles")])
+    with pytest.raises(ValueError, match="broken"):
+        failed.fit(num_epochs=3, callbacks=[Toggles("toggles"), Fails(), ModelCheckpoint(tmp_path)])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the checkpoint does not contain _log_sink")
+        resumed.fit(num_epochs=3, callbacks=[Toggles("toggles"), ModelCheckpoint(tmp_path)], resume_from="last")
+    assert state_of(resumed) == state_of(whole)
 
 
 def test_a_run_resumes_whose_first_end_of_an_epoch_failed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.small_loop import make_loop
+from kit.small_loop import Net, make_loop
 from torch.utils.data import DataLoader
 
 from conftest import make_data
@@ -48,6 +48,36 @@ def test_a_piece_ends_within_a_step_whose_batches_differ_in_size(mode: str, *, c
             tl.fit(num_iterations=done - tl.total_iteration_idx - 1, grad_accumulation=2)
             assert (tl.total_iteration_idx, tl.global_step) == (done - 1, steps)
     assert tl.history.epochs("loss") == [0, 1]
+
+
+class Noisy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.randn(x.shape, generator=self.generator, dtype=x.dtype))
+
+
+class Seeds(AbstractCallback):
+    """Each rank draws other noise."""
+
+    def on_batch_begin(self) -> None:
+        loop = self.train_loop_obj
+        if loop.global_step == 0:
+            loop.model.generator.manual_seed(loop.rank)
+
+
+def test_each_ranks_generators_in_the_model_continue_in_the_next_piece() -> None:
+    models = []
+    for pieces in ([4], [2, 2]):
+        torch.manual_seed(0)
+        tl = make_loop(Noisy(), seed=3, gpu_mode="ddp", devices=2)
+        with tl.ranks():
+            for number in pieces:
+                tl.fit(num_iterations=number, callbacks=[Seeds("seeds")])
+        models.append(tl.model)
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
 
 
 class Constant(AbstractCallback):

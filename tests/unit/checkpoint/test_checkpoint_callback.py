@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from kit.checkpoints import StandIn, resumed, steps, written
 from kit.small_loop import make_loop
 from torch import nn
 
-from trainloop import checkpoint, distributed
+from trainloop import AbstractCallback, checkpoint, distributed
 from trainloop.callbacks.checkpoints.checkpoint import ModelCheckpoint
 from trainloop.checkpoint import storage
 from trainloop.checkpoint.export import export
@@ -621,3 +622,31 @@ def test_weights_beside_in_safetensors(tmp_path: Path) -> None:
     stem = "checkpoint-epoch=0003-step=00000015"
     assert sorted(os.listdir(tmp_path)) == [".newest", f"{stem}.pt", f"{stem}.safetensors"]
     assert checkpoint.load_weights(tmp_path / f"{stem}.safetensors")["weight"].eq(15).all()
+
+
+class Unknown(AbstractCallback):
+    """Moves a parameter that only the optimizer has, in each epoch."""
+
+    def __init__(self, unknown: torch.Tensor) -> None:
+        super().__init__("unknown")
+        self.unknown = unknown
+
+    def on_epoch_end(self) -> None:
+        loop = self.train_loop_obj
+        loop.insert_metric_result_into_history("score", float(loop.epoch))
+        self.best = self.unknown.detach().clone() if loop.epoch == 0 else self.best
+
+    def on_batch_end(self) -> None:
+        with torch.no_grad():
+            self.unknown += 1
+
+
+def test_load_best_loads_the_parameters_that_only_the_optimizer_has(tmp_path: Path) -> None:
+    tl = make_loop()
+    unknown = nn.Parameter(torch.zeros(2))
+    tl.optimizer.add_param_group({"params": [unknown]})
+    moves, keeper = Unknown(unknown), ModelCheckpoint(tmp_path, monitor="score", mode="min")
+    tl.fit(num_epochs=2, callbacks=[moves, keeper])
+    assert not torch.equal(unknown, moves.best)
+    keeper.load_best()
+    assert torch.equal(unknown, moves.best)

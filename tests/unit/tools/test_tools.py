@@ -81,6 +81,40 @@ def test_find_lr_is_the_sweep_by_hand() -> None:
     assert "suggestion" in str(found)
 
 
+class Normed(TTBasicModel):
+    """Its first layer is frozen by ``eval()``, as users freeze BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.modes: list[bool] = []
+
+    def forward(self, x: Any) -> Any:
+        self.modes.append(self.norm.training)
+        return self.fc(self.norm(x))
+
+
+def test_modules_in_eval_stay_so_in_the_tools_as_in_fit() -> None:
+    torch.manual_seed(0)
+    model = Normed()
+    model.norm.eval()
+    loader = DataLoader(make_data(), 16)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    loop = TrainLoop(model, loader, None, None, optimizer, nn.CrossEntropyLoss(), progress_bar=False)
+    hand_written = copy.deepcopy(model)
+    found = loop.find_lr(smallest=1e-4, largest=0.5, steps=10)
+    stepping = optim.SGD(hand_written.parameters(), lr=0.1)
+    losses = []
+    for rate, (x, y) in zip(found.rates, [batch for _ in range(3) for batch in loader]):
+        stepping.param_groups[0]["lr"] = rate
+        stepping.zero_grad()
+        loss = nn.functional.cross_entropy(hand_written(x), y)
+        loss.backward()
+        stepping.step()
+        losses.append(loss.item())
+    assert list(found.losses) == pytest.approx(losses, rel=1e-6)
+
+
 def test_find_lr_ends_where_the_loss_runs_away_and_draws_it(tmp_path: Any, may_leave: Any) -> None:
     may_leave("matplotlib")  # keeps its fonts open
     found = make_loop(optimizer=None).find_lr(smallest=1e-3, largest=1e9, steps=60)

@@ -400,6 +400,26 @@ class Attributes(TTModel):
         return self(batch_data[0]), batch_data[1], {}
 
 
+class CountsCalls(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.LazyLinear(3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.batches = 0
+
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        self.batches += 1
+        self.seen += 1
+        return super().get_loss(batch_data, criterion, device)
+
+
+@pytest.mark.parametrize("mode, batches", [("dp", 4), pytest.param("ddp", 2, marks=pytest.mark.long)])
+def test_the_forward_that_initializes_lazy_modules_counts_nothing(mode: str, batches: int) -> None:
+    model: Any = CountsCalls()
+    make(mode, 2, model, dataset=data(40)).evaluate_loss_on_train_set()
+    assert (model.batches, model.seen, model.fc.in_features) == (batches, batches, 8)
+
+
 class Remembers(AbstractCallback):
     def __init__(self, optimizer: optim.Optimizer) -> None:
         super().__init__("remembers")

@@ -186,6 +186,20 @@ def test_the_mean_loss_is_over_the_targets_that_are_not_ignored(factor: float) -
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
+class Skips(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        return super().get_loss(batch_data, criterion, device), self.weight
+
+
+@pytest.mark.parametrize("weight", [0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_a_batch_whose_loss_weighs_nothing_changes_no_weights(weight: Any) -> None:
+    model = Skips()
+    model.weight = weight
+    before = [p.detach().clone() for p in model.parameters()]
+    make_loop(model=model).fit(num_epochs=1)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 @pytest.mark.long
 def test_logs_go_on_after_an_evaluation() -> None:
     loop = make_loop()

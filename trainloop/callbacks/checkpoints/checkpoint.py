@@ -21,7 +21,7 @@ from trainloop.callbacks.checkpoints.run_checkpoints import BackgroundWrite, Run
 from trainloop.callbacks.monitor import Mode, Monitor, check_mode
 from trainloop.checkpoint import Checkpoint, CheckpointInfo
 from trainloop.checkpoint.file import check_exists
-from trainloop.checkpoint.sharded import load_model
+from trainloop.checkpoint.sharded import load_model, load_parameters_beside
 from trainloop.checkpoint.sharded_writing import FolderWriting, check_offered
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError, ConfigurationError
@@ -202,6 +202,7 @@ class ModelCheckpoint(Saver):
     def load_best(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Load the weights of the best checkpoint into the loop's model, and into its criterion if that is a module.
 
+        Parameters that only the optimizer has are loaded, too, but no states of optimizers.
         If ``monitor`` is the loss of an average of the weights (``ema_val_loss``), the model gets this average. During
         training in ``ddp`` (for example in ``on_train_end``), all ranks must call this method together.
 
@@ -211,7 +212,7 @@ class ModelCheckpoint(Saver):
         Parameters
         ----------
         model : nn.Module, optional
-            Model to load the weights into; the criterion then stays unchanged. Default: the loop's model.
+            Model to load the weights into; all else then stays unchanged. Default: the loop's model.
 
         Returns
         -------
@@ -258,6 +259,9 @@ class ModelCheckpoint(Saver):
                         f"{type(criterion).__name__}, so tl.criterion is unchanged. Assign the criterion of the best "
                         "epoch before an evaluation."
                     )
+            text = load_parameters_beside(loop, state) if loop.optimizer is not None else ""
+            if text and loop.is_global_zero:
+                warn(text)
             loop.note(left_behind=loop.left_behind and any(p.is_meta for p in own_parameters(loop.model)))
         return state
 

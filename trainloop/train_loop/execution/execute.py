@@ -28,7 +28,7 @@ from trainloop.devices import has_ranks
 from trainloop.distributed.ranks import alone
 from trainloop.model import yields_losses
 from trainloop.optim.optimizers import explain_no_graph, needs_closure, optimizers_of
-from trainloop.optim.parameters import modules_beside, own_parameters, trained_modules
+from trainloop.optim.parameters import modules_beside, trained_modules
 from trainloop.parallel.transparent import check_sendable, check_values
 from trainloop.resources.enforce import applied, cap_workers, child_environment
 from trainloop.train_loop.arguments.options import FitJob
@@ -37,6 +37,7 @@ from trainloop.train_loop.execution.handover import CallerSide, RankSide, loader
 from trainloop.train_loop.execution.restarts import Supervisor
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.run.evaluating import evaluating
+from trainloop.train_loop.run.idle import ModuleStates
 from trainloop.train_loop.run.losses import explain_batch_of_one, explain_no_criterion, loss_of
 from trainloop.train_loop.run.placement import explain_device, placed
 from trainloop.train_loop.run.run import Run
@@ -313,11 +314,16 @@ def _initialize_lazy_parameters(loop: LoopState) -> None:
     (dropout).
     """
     modules = trained_modules(loop.model, loop.criterion)
-    lazy = [t for one in modules for t in (*own_parameters(one), *one.buffers()) if torch.nn.parameter.is_lazy(t)]
+    parts = [part for one in modules for part in one.modules()]
+    own = [(part, (*part.parameters(recurse=False), *part.buffers(recurse=False))) for part in parts]
+    lazy = [part for part, tensors in own if any(map(torch.nn.parameter.is_lazy, tensors))]
     loader = next((loader for loader in loaders_of(loop) if loader is not None), None)
     if not lazy or loader is None:
         return
-    with untouched(loop), evaluating(*modules):
+    # The others must not count this batch, which the training has still to read.
+    others = [part for part in parts if part not in lazy]
+    states = ModuleStates(others, lazy, model=loop.model, criterion=loop.criterion)
+    with untouched(loop), evaluating(*modules), states.in_use():
         batch = next(iter(loader))
         with nullcontext() if loop.seed is None else rng.isolated(_seed_of_run(loop, loop.seed)):
             loss_of(loop.model.get_loss(batch, loop.criterion, loop.model.device), 1)

@@ -20,6 +20,7 @@ from trainloop._transfer.shared import KEPT, changed_parts, fingerprint, fingerp
 from trainloop._transfer.torch_objects import kept_attributes
 from trainloop.data.feed.marks import LoaderMarks
 from trainloop.data.loader.generators import generator_states, set_generator_states
+from trainloop.model import OF_LOGS
 from trainloop.optim.optimizers import note_steps_elsewhere, optimizers_of
 from trainloop.optim.parameters import own_parameters, trained_modules
 from trainloop.parallel.sharded.shards import is_mark_of_sharding, storage_address
@@ -45,7 +46,7 @@ _HOOKS = (
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 # Attributes of every nn.Module that torch maintains.
-_TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {"_log_sink", "_log_batch_size", "_compiled_call_impl"}
+_TORCH_OWN = frozenset(nn.Module().__dict__) - {"training"} | {*OF_LOGS, "_compiled_call_impl"}
 
 
 def known_objects(loop: LoopState) -> list[object]:

@@ -90,15 +90,15 @@ class ModuleStates:
     ----------
     modules : iterable of nn.Module
         Modules, with all modules inside them.
-    inputs : list of Tensor
-        Tensors that the forward gets, which are not kept.
+    others : iterable of Tensor and nn.Module
+        Tensors that the forward gets, and modules that it may change, which are not kept.
     **holders : object
         The model, a criterion of any kind, and arguments of the forward, whose contents and generators are kept.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], inputs: Iterable[Tensor] = (), **holders: Any) -> None:
+    def __init__(self, modules: Iterable[nn.Module], others: Iterable[nn.Module | Tensor] = (), **holders: Any) -> None:
         parts = list(modules)
-        self._elsewhere: list[nn.Module | Tensor] = [*parts, *inputs]
+        self._elsewhere: list[nn.Module | Tensor] = [*parts, *others]
         self._holders = list(holders.values())
         self._parts = [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
         # Scripted modules take no other buffers, and what is lazy now gets its first values in place.

@@ -33,6 +33,7 @@ from trainloop.data.loader.parts import has_state
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of
 from trainloop.distributed.objects import names_that_differ
+from trainloop.model import OF_LOGS
 from trainloop.optim.optimizers import all_optimizers, optimizers_of
 from trainloop.optim.parameters import criterion_modules, named_trained_parameters, trained_parameters
 from trainloop.parallel.sharded.shards import bit_sums
@@ -165,7 +166,7 @@ class Beside:
                 if any(map(is_lazy, part.parameters(recurse=False))):  # the first forward sets in_features and others
                     continue
                 saves = type(part).get_extra_state is not nn.Module.get_extra_state  # all or a part of its attributes
-                without = {"training", *names_of(part), *_computed_weights(part)}
+                without = {"training", *OF_LOGS, *names_of(part), *_computed_weights(part)}
                 self._add_attributes(path, part, without=without, only_lost=saves)
                 for hook in forward_hooks_of(part):
                     self._add_attributes(f"{path}.{type(hook).__name__}".lstrip("."), hook)

@@ -61,7 +61,7 @@ def states_of_ranks(run: TrainingRun, *, check: bool = True) -> list[dict[str, A
         "ends": [tuple(end) for end in loop.ends],
         "callbacks": callback_states(loop, "rank_state_dict"),
         "optimizers": own_optimizer_states(loop),
-        "generators": {name: own.get_state() for name, own in generators_of(loop).items()},
+        "generators": generator_states_of(loop),
     }
     loop.history.put_agreed(run.exchange({}, attachment=loop.history.take_own()).attachments)
     # Without a key, ranks that a launcher started exchange neither deques nor defaultdicts.
@@ -71,6 +71,10 @@ def states_of_ranks(run: TrainingRun, *, check: bool = True) -> list[dict[str, A
 def generators_of(loop: LoopState) -> dict[str, Generator]:
     optimizers = {f"optimizer{i}": optimizer for i, optimizer in enumerate(optimizers_of(loop.optimizer))}
     return generators_in(model=loop.model, criterion=loop.criterion, **optimizers)
+
+
+def generator_states_of(loop: LoopState) -> dict[str, Any]:
+    return {name: own.get_state() for name, own in generators_of(loop).items()}
 
 
 def position(run: TrainingRun) -> dict[str, Any]:
@@ -127,7 +131,7 @@ def whole_state(run: TrainingRun, ranks: list[dict[str, Any]] | None) -> dict[st
     if ranks is None and not run.place.collective:
         return None
     loop = run.loop
-    state = {**_common_state(run), "callbacks": callback_states(loop, "state_dict")}
+    state = {**common_state(run), "callbacks": callback_states(loop, "state_dict")}
     if loop.cut is not None and run.before_cut is not None:
         state["cut"] = {**loop.cut, **run.before_cut}
     if ranks is None:
@@ -154,7 +158,7 @@ def criterion_state(loop: Any, *, of_model: bool) -> dict[str, Any]:
     return {name: t for name, t in criterion.state_dict().items() if (id(kept[name]) in models) == of_model}
 
 
-def _common_state(run: TrainingRun) -> dict[str, Any]:
+def common_state(run: TrainingRun) -> dict[str, Any]:
     """Return the part of a training run's state that is the same on all ranks; its tensors are not copied."""
     loop = run.loop
     return {
@@ -165,7 +169,7 @@ def _common_state(run: TrainingRun) -> dict[str, Any]:
         "parameters": {
             name: p.detach() for name, p in parameters_beside(loop.model, loop.criterion, loop.optimizer).items()
         },
-        **dict(zip(FLAGS, map(training_flags, trained_modules(loop.model, loop.criterion)))),
+        **flags_of(loop),
         "scaler": run.place.scaler.state_dict(),
         "generators": [
             kept_in_checkpoints(states, plain, name)
@@ -177,6 +181,10 @@ def _common_state(run: TrainingRun) -> dict[str, Any]:
         ],
         "place": place_of(run),
     }
+
+
+def flags_of(loop: LoopState) -> dict[str, Any]:
+    return dict(zip(FLAGS, map(training_flags, trained_modules(loop.model, loop.criterion))))
 
 
 def place_of(run: TrainingRun) -> dict[str, Any]:

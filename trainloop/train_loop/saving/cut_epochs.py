@@ -10,8 +10,9 @@ from trainloop import distributed
 from trainloop._support import rng
 from trainloop._support.carried import carried_state_of, load_carried_state
 from trainloop._support.user_line import described_names
-from trainloop.checkpoint.file import Bits, bits_of, changed
+from trainloop.checkpoint.file import bits_of
 from trainloop.checkpoint.plain import for_file, from_file
+from trainloop.data.loader.generators import set_states
 from trainloop.errors import CheckpointError
 from trainloop.optim.optimizers import optimizers_of
 from trainloop.optim.states import with_group_settings
@@ -19,7 +20,17 @@ from trainloop.parallel.sharded.shards import map_tensors
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun
 from trainloop.train_loop.saving.beside import is_plain_tensor
-from trainloop.train_loop.saving.collect import callback_states, place_of, position, states_of_ranks, whole_state
+from trainloop.train_loop.saving.collect import (
+    callback_states,
+    common_state,
+    flags_of,
+    generator_states_of,
+    generators_of,
+    place_of,
+    position,
+    states_of_ranks,
+    whole_state,
+)
 from trainloop.train_loop.saving.compatibility import batches_here
 
 
@@ -32,16 +43,16 @@ def noted_cut(run: TrainingRun) -> dict[str, Any]:
     loop = run.loop
     run.flush_logs(exchange=True)
     mine = position(run)
-    if run.parallel:  # a rank that is started later gets the columns of its predecessor
-        mine["carried"] = carried_state_of(loop.model)
+    if run.parallel:  # a rank that is started later gets the columns and the generators of its predecessor
+        mine |= {"carried": carried_state_of(loop.model), "generators": generator_states_of(loop)}
     ranks = from_file(distributed.gather_object(for_file(mine))) if run.parallel else [mine]
     return {"place": place_of(run), "ranks": ranks, "loop_seed": loop.seed}
 
 
 def states_before_cut(run: TrainingRun) -> dict[str, Any]:
-    """Return what hooks at an epoch's end change: the states of callbacks, and settings of the optimizers' groups.
+    """Return what hooks at an epoch's end change: states of callbacks, settings of the optimizers' groups, and flags.
 
-    A checkpoint at the end of an epoch that is cut short contains both, so that a run that resumes in that epoch has
+    A checkpoint at the end of an epoch that is cut short contains these, so that a run that resumes in that epoch has
     not done its end.
     """
     loop = run.loop
@@ -56,7 +67,7 @@ def states_before_cut(run: TrainingRun) -> dict[str, Any]:
         [{key: map_tensors(value, _copied_tensor) for key, value in group.items() if key != "params"} for group in one]
         for one in (optimizer.param_groups for optimizer in optimizers_of(loop.optimizer))
     ]
-    return {"callbacks": kept, "groups": groups}
+    return {"callbacks": kept, "groups": groups, "flags": flags_of(loop)}
 
 
 def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,7 +101,8 @@ def _with_states(state: dict[str, Any], cut: dict[str, Any]) -> dict[str, Any]:
     ]
     ranks = [{**saved, **own} for saved, own in zip(state["ranks"], cut["ranks"], strict=True)]
     place = {**cut["place"], "cut": cut["place"]["epoch_steps"] > 0}
-    merged = {**state, "place": place, "callbacks": before, "optimizers": optimizers, "ranks": ranks}
+    changed_later = {"place": place, "callbacks": before, "optimizers": optimizers, "ranks": ranks}
+    merged = {**state, **changed_later, **cut.get("flags", {})}  # older checkpoints lack flags here
     merged.pop("cut", None)
     return merged
 
@@ -109,13 +121,21 @@ def held_before_end(run: TrainingRun) -> dict[str, Any]:
     """Return all that a checkpoint of this moment needs besides tensors, for :func:`held_state`. Collective."""
     ranks = states_of_ranks(run, check=False)
     values = run.loop.history.lengths()
-    weights = _weights_of(run.loop) if run.loop.is_global_zero else {}
-    return {"place": place_of(run), "ranks": ranks, "values": values, "weights": weights, **states_before_cut(run)}
+    bits = {} if ranks is None else _bits_of_tensors(common_state(run))
+    return {"place": place_of(run), "ranks": ranks, "values": values, "bits": bits, **states_before_cut(run)}
 
 
-def _weights_of(loop: LoopState) -> Bits:
-    model = loop.model.state_dict()
-    return bits_of(model, [name for name, value in model.items() if is_plain_tensor(value)])
+def _bits_of_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the bits of all tensors that a step may change, by name."""
+    criterion = {f"criterion.{name}": value for name, value in state["criterion"].items()}
+    named = {**state["model"], **criterion, **state["parameters"]}
+    own: list[torch.Tensor] = []
+    map_tensors([{**one, "state": {**one["state"], "param_groups": None}} for one in state["optimizers"]], own.append)
+    of_optimizers = {str(i): value for i, value in enumerate(own)}
+    bits, others = (
+        bits_of(of, [name for name, value in of.items() if is_plain_tensor(value)]) for of in (named, of_optimizers)
+    )
+    return {**bits, "the optimizers' state": others}
 
 
 def held_state(run: TrainingRun, held: dict[str, Any]) -> dict[str, Any] | None:
@@ -126,13 +146,16 @@ def held_state(run: TrainingRun, held: dict[str, Any]) -> dict[str, Any] | None:
     Raises
     ------
     CheckpointError
-        If the weights are others than at that moment, and no callback has the earlier ones in its state.
+        If tensors are others than at that moment, and no callback has the earlier weights in its state.
     """
     state = whole_state(run, held["ranks"])
     if state is None:
         return None
-    others = changed(held["weights"], _weights_of(run.loop))
-    if others and not any(callback["state"].get("trained") for callback in state["callbacks"]):
+    bits, now = held["bits"], _bits_of_tensors(state)
+    averaged = any(callback["state"].get("trained") for callback in state["callbacks"])
+    left_out = state["model"] if averaged else ()
+    others = [name for name in {**bits, **now} if bits.get(name) != now.get(name) and name not in left_out]
+    if others:
         raise CheckpointError(
             f"since the last step, an evaluation or a hook at the epoch's end has changed {described_names(others)}, "
             "so that a run could not resume from that step"
@@ -160,6 +183,8 @@ def load_cut(run: TrainingRun, cut: dict[str, Any]) -> bool:
         load_carried_state(loop.model, [saved["carried"] for saved in ranks], loop.rank, loop.world_size)
     load_metrics(run, ranks)
     mine = ranks[loop.rank if same_ranks else 0]
+    if same_ranks:
+        set_states(generators_of(loop), mine.get("generators", {}))
     if run.seed is not None:  # without a seed, the caller's generators continue, as in a hand-written loop
         if same_ranks:
             rng.restore(mine["rng"])

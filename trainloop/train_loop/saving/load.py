@@ -26,15 +26,16 @@ from trainloop.checkpoint.sharded import (
     fill_empty_buffers,
     fitted,
     load_model,
+    load_parameters_beside,
     whole_of,
 )
 from trainloop.data.loader.generators import set_generator_states, set_states
 from trainloop.devices import has_ranks
 from trainloop.errors import CheckpointError
 from trainloop.optim.optimizers import all_optimizers, inner_optimizers, optimizers_of, parameters_of
-from trainloop.optim.parameters import criterion_module, parameters_beside, trained_modules
+from trainloop.optim.parameters import criterion_module, trained_modules
 from trainloop.optim.states import load_optimizer_state_dict, saved_groups
-from trainloop.parallel.sharded.shards import map_items, map_tensors, shard_like, state_like
+from trainloop.parallel.sharded.shards import map_items, map_tensors, state_like
 from trainloop.train_loop.progress.ending import end_that_holds
 from trainloop.train_loop.progress.loop_state import LoopState
 from trainloop.train_loop.progress.running import TrainingRun
@@ -236,7 +237,9 @@ def _load_parts(loop: LoopState, state: dict[str, Any]) -> None:
         # torch's load_state_dict keeps the tensors that it receives, which have the shape of the full parameter.
         for one in (optimizer, *inner_optimizers(optimizer).values()):
             _fit_state(one)
-    _load_parameters_beside(loop, state)
+    text = load_parameters_beside(loop, state)
+    if text and loop.is_global_zero:
+        warn_or_print(text)
     for optimizer, groups in of_schedules:
         for group, own in zip(optimizer.param_groups, groups, strict=False):
             group.update(own)
@@ -244,22 +247,6 @@ def _load_parts(loop: LoopState, state: dict[str, Any]) -> None:
     _load_callbacks(loop, whole_of(state["callbacks"]), "load_state_dict")
     for name in COUNTERS:
         setattr(loop.progress, name, state["place"][name])
-
-
-def _load_parameters_beside(loop: LoopState, state: dict[str, Any]) -> None:
-    """Load the parameters that only the optimizer has; they are known by their places in its groups."""
-    own, saved = parameters_beside(loop.model, loop.criterion, loop.optimizer), whole_of(state.get("parameters", {}))
-    found = {name: value for name, value in saved.items() if name in own and own[name].shape == value.shape}
-    with torch.no_grad():
-        for name, value in found.items():
-            own[name].copy_(shard_like(value, own[name]))  # a shard of a module that a callback has replaced, too
-    names = [name for name in {**own, **saved} if name not in found]
-    if names and loop.is_global_zero:
-        warn_or_print(
-            f"the checkpoint and this run's optimizer do not both have {described_names(names)}, which the model does "
-            "not have, with the same shape. This run begins with the values of the script. Pass the optimizer the same "
-            "parameters in the same order as in the checkpoint's run, or register them in the model."
-        )
 
 
 def _settings_of_other_schedules(

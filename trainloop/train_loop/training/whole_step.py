@@ -24,6 +24,7 @@ from trainloop._support.user_line import described_names, warn
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer
+from trainloop.optim.losses import weighed
 from trainloop.optim.optimizers import is_scheduled, is_watched, note_steps_elsewhere
 from trainloop.train_loop.run.losses import split_loss
 from trainloop.train_loop.training.trained import not_optimized
@@ -305,6 +306,8 @@ class WholeStepTraining(Training):
                 raise ConfigurationError("get_loss returned several losses")
             if weight is None:
                 weight = attached_divisor(loss)
+            else:
+                loss = weighed(loss, weight)
             found = torch.autograd.grad(loss, parameters)
             with torch.no_grad():
                 for gradient, value in zip(gradients, found, strict=True):
