@@ -312,7 +312,7 @@ class TTDataParallel(Transparent, DataParallel):
                 newer = _replicas(module, devices, sizes) if is_module else [module] * len(replicas)
                 for pair in zip(replicas, newer, strict=True):
                     if is_module:
-                        _renew(*pair)
+                        _renew(*pair, set())
                     changed.put(*pair)
 
     def _keep_attributes(self, watched: _Watched, method: str) -> None:
@@ -512,8 +512,9 @@ def _register(part: nn.Module) -> None:
         part._parameters[name] = tensor
 
 
-def _renew(part: nn.Module, newer: nn.Module) -> None:
+def _renew(part: nn.Module, newer: nn.Module, done: set[nn.Module]) -> None:
     """Give a replica that is in the middle of a method the tensors and the new modules of a newer one."""
+    done.add(part)
     part._parameters.clear()  # otherwise, a tensor can't replace a parameter
     for name, tensor in newer.__dict__["_former_parameters"].items():
         setattr(part, name, tensor)  # setattr, since an RNN's __setattr__ updates its list of weights
@@ -529,7 +530,8 @@ def _renew(part: nn.Module, newer: nn.Module) -> None:
             part._modules[name] = child
         else:
             part._modules[name] = own
-            _renew(own, child)
+            if own not in done:  # modules may refer to each other
+                _renew(own, child, done)
 
 
 def _cpu_replica(module: nn.Module, shares_buffers: bool) -> nn.Module:

@@ -186,7 +186,7 @@ class ChangedMeanwhile:
         for path, part in _modules_of(self._module).items():
             if path not in self._before or path not in parts:
                 continue
-            for name in vars(part).keys() - _OF_ANY_MODULE:
+            for name in (vars(part).keys() & vars(news[path]).keys()) - _OF_ANY_MODULE:
                 value, content = self._before[path].get(name, (_MISSING, None))
                 now = vars(part)[name]
                 if now is not value or (_has_numbers(now) and now != content):
