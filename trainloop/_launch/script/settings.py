@@ -54,12 +54,16 @@ class Setting:
     """Function that returns the current value, comparable and picklable; it raises if this build lacks the setting."""
     write: Callable[[Any], object]
     """Function that sets a value that ``read`` returned."""
+    of_work: bool = False
+    """True if the values are the script's functions and objects, which its callbacks and models may use, too."""
 
 
-def read_settings() -> dict[str, Any]:
-    """Return the current values of all settings of this process, by name."""
+def read_settings(*, only_of_work: bool = False) -> dict[str, Any]:
+    """Return the current values of all settings of this process, or of those that go with the work, by name."""
     values = {}
     for setting in SETTINGS:
+        if only_of_work and not setting.of_work:
+            continue
         # torch refuses to read a deprecated switch after its successor was used; the table has the successor too.
         with contextlib.suppress(AttributeError, RuntimeError, ImportError):
             values[setting.name] = setting.read()
@@ -67,11 +71,8 @@ def read_settings() -> dict[str, Any]:
 
 
 def settings_of_work() -> dict[str, Any]:
-    """Return the settings that are the script's functions and objects, which its callbacks and models may use, too.
-
-    They are sent together with the work, so that it does not get copies of them.
-    """
-    values = {name: value for name, value in read_settings().items() if name in _OBJECTS}
+    """Return the settings that are sent together with the work, so that it does not get copies of their objects."""
+    values = read_settings(only_of_work=True)
     for name in list(values):
         with contextlib.suppress(Exception):  # dumped_settings warns of a value that can't be sent
             _dumped(values[name])
@@ -382,22 +383,17 @@ def _write_log_streams(handlers: dict[str, list[tuple[str, int, Any]]]) -> None:
 # The table
 # --------------------------------------------------------------------------------------------------------------------
 
-_OBJECTS = (
-    *("logging.Logger.addFilter", "logging.setLogRecordFactory", "numpy.seterrcall"),
-    "torch.nn.modules.module.register_module_forward_hook",
-)
-
 SETTINGS: list[Setting] = [
     # first, so that the filters apply to warnings from the settings below
     Setting("warnings.filterwarnings", lambda: list(warnings.filters), _write_warning_filters),
     # before the settings that create loggers
     Setting("logging.setLoggerClass", logging.getLoggerClass, logging.setLoggerClass),
-    Setting("logging.setLogRecordFactory", logging.getLogRecordFactory, logging.setLogRecordFactory),
+    Setting("logging.setLogRecordFactory", logging.getLogRecordFactory, logging.setLogRecordFactory, of_work=True),
     Setting("logging.captureWarnings", _read_capture, logging.captureWarnings),
     Setting("logging.disable", lambda: logging.root.manager.disable, logging.disable),
     Setting("logging.Logger.setLevel", _read_log_levels, _write_log_levels),
     Setting("logging.basicConfig", _read_log_streams, _write_log_streams),
-    Setting("logging.Logger.addFilter", _read_log_filters, _write_log_filters),
+    Setting("logging.Logger.addFilter", _read_log_filters, _write_log_filters, of_work=True),
     # numbers
     Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("torch.set_default_device", _read_default_device, torch.set_default_device),
@@ -422,7 +418,7 @@ SETTINGS: list[Setting] = [
     Setting("torch.set_flush_denormal", _read_flush_denormal, torch.set_flush_denormal),
     Setting("torch.set_autocast_dtype", _read_autocast_dtypes, _write_autocast_dtypes),
     Setting("torch.set_autocast_cache_enabled", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    Setting("numpy.seterrcall", np.geterrcall, np.seterrcall),
+    Setting("numpy.seterrcall", np.geterrcall, np.seterrcall, of_work=True),
     Setting("numpy.seterr", np.geterr, lambda value: np.seterr(**value)),
     # determinism
     Setting(
@@ -486,7 +482,9 @@ SETTINGS: list[Setting] = [
         lambda: sorted(torch.serialization.get_safe_globals(), key=repr),  # torch returns a set's order, which varies
         _write_safe_globals,
     ),
-    Setting("torch.nn.modules.module.register_module_forward_hook", _read_hooks_of_all, _write_hooks_of_all),
+    Setting(
+        "torch.nn.modules.module.register_module_forward_hook", _read_hooks_of_all, _write_hooks_of_all, of_work=True
+    ),
     # Pickled hooks of modules and tensors keep their numbers: a new hook must not replace one of them.
     Setting("torch.utils.hooks.RemovableHandle", lambda: RemovableHandle.next_id, _write_next_hook),
     # Functions that a script registers: torch looks them up by classes.
