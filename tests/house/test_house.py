@@ -233,6 +233,10 @@ FOREIGN: dict[str, str] = {
         "_module_to_pre_load_state_dict_hook_handle _module_to_pre_save_state_dict_hook_handle "
         "_post_forward_hook_handle _post_load_hook_handle _pre_forward_hook_handle _training_state"
     ),
+    "_support/blocks.py": (
+        "_C _autograd _get_current_dispatch_mode_stack _get_current_function_mode_stack _pop_mode _push_mode "
+        "_python_dispatch"
+    ),
     "_support/platform.py": "_config",
     "_support/scratch.py": "_rand",
     "parallel/sync_batchnorm.py": "_BatchNorm",

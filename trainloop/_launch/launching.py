@@ -34,6 +34,7 @@ from trainloop._processes.fork_server import (
     fixed_state,
     limits,
 )
+from trainloop._support.blocks import refuse_blocks
 from trainloop._support.platform import blocked_signals, loopback_interface, resource
 from trainloop._support.scratch import scratch_folder
 from trainloop._support.signals import signals, uninterrupted
@@ -270,6 +271,7 @@ def _check_caller() -> None:
             "a rank can't start other ranks. Inside a rank, call fit() with gpu_mode='single'. If a module that the "
             "rank imports makes this call, put the call inside an `if __name__ == '__main__':` block."
         )
+    refuse_blocks()
     if kept_here() is None:
         _check_folder()
 

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 from torch.nn.parallel import DataParallel, replicate
 
+from trainloop._support.blocks import surrounding_blocks
 from trainloop._support.keywords import refuses_unknown
 from trainloop._support.nested import map_parts
-from trainloop._support.reduction import attach_divisor, divisor_of, functional_losses, sum_rule
+from trainloop._support.reduction import attach_divisor, divisor_of, sum_rule
 from trainloop._support.user_line import warn
 from trainloop.devices import whole_number
 from trainloop.distributed.tensors import in_replica
@@ -624,6 +625,7 @@ def _thread_settings(
     autocasts = [kind for kind in dtypes if torch.is_autocast_enabled(kind)]
     # Only for GPUs: replicas on the CPU must not initialize CUDA, which may be impossible in this process.
     streams = {device: torch.cuda.current_stream(device) for device in devices if device.type == "cuda"}
+    blocks = surrounding_blocks()
 
     @contextlib.contextmanager
     def settings(device: torch.device) -> Iterator[None]:
@@ -633,7 +635,8 @@ def _thread_settings(
                 stack.enter_context(torch.cuda.stream(streams[device]))
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad and not inference))
-            stack.enter_context(functional_losses())
+            for block in blocks:  # among them is the mode of functional_losses
+                stack.enter_context(block.again())
             torch.set_autocast_cache_enabled(cache)
             for kind, dtype in dtypes.items():  # also for a torch.autocast of the model that names no dtype
                 torch.set_autocast_dtype(kind, dtype)

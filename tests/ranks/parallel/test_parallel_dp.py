@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,8 @@ from kit.parallel_models import (
     total_of,
 )
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiLoss
@@ -483,6 +486,47 @@ def test_a_replica_has_the_callers_modes() -> None:
         torch.set_autocast_dtype("cpu", torch.bfloat16)
     for note in spied(inference=torch.inference_mode()):
         assert (note["grad"], note["inference"]) == (False, True)
+
+
+class _DoublesLinear(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is nn.functional.linear else result
+
+
+class _DoublesMatrix(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.addmm.default else result
+
+
+BLOCKS: dict[str, Callable[[], Any]] = {
+    "function mode": _DoublesLinear,
+    "dispatch mode": _DoublesMatrix,
+    "default device": lambda: torch.device("meta"),
+}
+if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):  # since torch 2.8
+    BLOCKS["saved tensors"] = lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: saved * 3 if saved.is_floating_point() else saved, lambda saved: saved
+    )
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_torchs_blocks_around_a_call_hold_in_replicas(block: str) -> None:
+    class Made(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (2.0 if torch.empty(1).device.type == "meta" else 1.0)
+
+    def gradient(module: Any, within: contextlib.AbstractContextManager[Any]) -> Tensor:
+        with within:
+            loss = module.get_loss(batch, nn.CrossEntropyLoss(), CPU)
+        return torch.autograd.grad(loss, model.encoder.weight)[0]
+
+    model, batch = Made().double(), [part.double() if part.is_floating_point() else part for part in batch_of(0, 7)]
+    expected = gradient(model, BLOCKS[block]())
+    assert not torch.allclose(expected, gradient(model, contextlib.nullcontext()))
+    wrapped = TTDataParallel(model, devices=2)
+    torch.testing.assert_close(gradient(wrapped, BLOCKS[block]()), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_random_numbers_in_replicas_are_those_of_the_seed() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn, optim
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import make_data
 from trainloop import AbstractCallback, ModelWrap, MultiOptimizer, TrainLoop, TTBasicModel
@@ -103,6 +104,16 @@ def fit_in_autocast() -> None:
         fit()
 
 
+def fit_in_a_mode() -> None:
+    with FlopCounterMode(display=False):
+        fit({"gpu_mode": "ddp", "devices": 2})
+
+
+def fit_in_hooks() -> None:
+    with torch.autograd.graph.save_on_cpu():
+        fit({"gpu_mode": "fsdp", "devices": 2})
+
+
 def other_optimizer() -> optim.Optimizer:
     return optim.SGD(Net().parameters(), lr=0.1)
 
@@ -175,6 +186,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "optimizer is text": (lambda: make(optimizer="sgd"), ["optimizer", "'sgd'"]),
     "criterion is a class": (lambda: make(criterion=nn.CrossEntropyLoss), ["criterion", "CrossEntropyLoss()"]),
     "no criterion": (lambda: fit({"criterion": None}), ["Net.get_loss", "TrainLoop(criterion="]),
+    "ranks within a mode": (fit_in_a_mode, ["within _FlopCounterMode", "on_train_begin"]),
     "fit within autocast": (fit_in_autocast, ["within torch.autocast", "use_amp='bf16'"]),
     "a loss of each sample": (
         lambda: fit({"criterion": nn.CrossEntropyLoss(reduction="none")}),
@@ -397,6 +409,8 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "evaluate without the loader": (lambda: make().evaluate_loss_on_validation_set(), ["validation_loader"]),
     "evaluate without a criterion's loader": (lambda: make().evaluate_model_loss(3), ["3"]),
 }
+if TorchVersion(torch.__version__) >= TorchVersion("2.8"):  # an older torch can't be asked for its hooks
+    CASES["ranks within hooks"] = (fit_in_hooks, ["within saved_tensors_hooks", "on_train_begin"])
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import numpy as np
 from trainloop import checkpoint
 from trainloop._launch.script.module_state import SentModules
 from trainloop._launch.script.settings import SentSettings
+from trainloop._support.blocks import refuse_blocks
 from trainloop._support.keywords import name_of, refuses_unknown, unwrapped, why_not
 from trainloop._support.output import guarded_output
 from trainloop._support.scratch import remove, temporary_folder
@@ -264,6 +265,7 @@ def tune(
 
 
 def _check_arguments(make_loop: Any, mode: Any, backend: Any, keep: Any, data: Any, metric: Any) -> None:
+    refuse_blocks()
     if not callable(make_loop):
         raise ConfigurationError(f"make_loop={make_loop!r}: must be callable as make_loop(params, fold).")
     if why := why_not(make_loop, {}, None):
