@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -142,17 +142,33 @@ def without_arrays(state: Any) -> Any:
     return {key: without_arrays(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
+def same_state(one: Any, other: Any) -> bool:
+    """Return True if two states have the same values, however nested."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same_state(one[k], other[k]) for k in one)
+    if isinstance(one, tuple):
+        with suppress(RuntimeError, ValueError):  # tensors or arrays of several numbers
+            return one == other  # the 625 numbers of Python's generator at once
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same_state, one, other))
+    return bool(one == other)
+
+
 def drew(before: States, *, devices: bool = True) -> bool:
     """Return True if random numbers were drawn since ``before`` was read, from a generator whose state it has."""
     now = read(devices=devices, only_torch=before.python is None)
     one, other = ([states.python, states.numpy, states.torch, *(states.cuda or ())] for states in (before, now))
-    return not _same(one, other)
+    return not same_state(one, other)
 
 
 def drew_for_loaders(before: States) -> bool:
     """Return True if only torch's CPU generator has drawn since ``before``, at most as loaders' iterators do: seeds."""
     now = read(devices=False)
-    if not _same([before.python, before.numpy], [now.python, now.numpy]):
+    if not same_state([before.python, before.numpy], [now.python, now.numpy]):
         return False
     generator = torch.Generator("cpu")
     generator.set_state(before.torch)
@@ -186,7 +202,7 @@ class Snapshots:
         self._unchanged += 1
         if not self._forwards_unread():
             slow = _slow_states()
-            if not _same(slow, self._slow):
+            if not same_state(slow, self._slow):
                 self._unchanged, self._slow = 0, slow
         python, of_numpy = self._slow
         device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else None
@@ -194,7 +210,7 @@ class Snapshots:
 
     def unread(self) -> int:
         """Return how many forwards ago Python's and numpy's states were read; 0 if the states are still the same."""
-        return 0 if _same(_slow_states(), self._slow) else self._forwards_unread()
+        return 0 if same_state(_slow_states(), self._slow) else self._forwards_unread()
 
     def _forwards_unread(self) -> int:
         return self._unchanged % self.PERIOD if self._unchanged >= self.PERIOD else 0
@@ -214,18 +230,6 @@ def _plain_numpy(state: Any) -> dict[str, Any]:
         "has_gauss": int(state["has_gauss"]),
         "gauss": float(state["gauss"]),
     }
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
-    if isinstance(one, list):
-        return isinstance(other, list) and len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
 
 
 def restore(state: dict[str, Any]) -> None:

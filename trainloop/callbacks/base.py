@@ -235,11 +235,11 @@ class AbstractCallback:
         """Restore a state that :meth:`state_dict` returned. Called after :meth:`~.AbstractCallback.on_train_begin`."""
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """Return this rank's own state for checkpoints: plain types and tensors. Called on every rank.
+        """Return this rank's own state, for checkpoints and for another ``fit``. Called on every rank.
 
-        Use it for what differs between ranks, such as environments and generators. :meth:`state_dict` is called on rank
-        0 only, and its result is loaded on all ranks. If a run resumes with another number of ranks, per-rank state
-        can't be loaded, and a warning names the callback.
+        It consists of plain types and tensors. Use it for what differs between ranks, such as environments and
+        generators. :meth:`state_dict` is called on rank 0 only, and its result is loaded on all ranks. If a run resumes
+        with another number of ranks, per-rank state can't be loaded, and a warning names the callback.
         """
         return {}
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from trainloop import AbstractCallback, TrainLoop, TTModel
 from trainloop.callbacks import ModelCheckpoint
+from trainloop.distributed import gather_object
 
 ROWS = 23
 
@@ -84,6 +85,42 @@ def two_fits(mode: str, seed: int | None, order: str, folder: Path) -> Any:
     found.append(tl.predict_on_validation_set()[1].tolist())
     tl.fit(num_epochs=2, callbacks=[counts])
     return [*found, (model.layer.weight.tolist(), counts.count, tl.history.to_dict())]
+
+
+class FromItsRank(OfEachRank):
+    """Counts from a number of its own on each rank, and notes the counts of all ranks."""
+
+    def __init__(self, *, resets: bool = False) -> None:
+        super().__init__()
+        self.resets, self.seen = resets, []
+
+    def on_train_begin(self) -> None:
+        if self.resets or not self.count:
+            self.count = 100 * (1 + self.train_loop_obj.rank)
+
+    def on_train_end(self) -> None:
+        self.seen.append(gather_object(self.count))
+
+
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_another_fit_continues_the_states_of_each_rank(mode: str) -> None:
+    rows = TensorDataset(torch.randn(32, 4, dtype=torch.float64), torch.arange(32) % 3)
+    model = Noisy()
+    tl = TrainLoop(
+        *(model, DataLoader(rows, 4), None, None, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()),
+        gpu_mode=mode,
+        accelerator="cpu",
+        devices=2,
+        progress_bar=False,
+    )
+    counts, resetting = FromItsRank(), FromItsRank(resets=True)
+    for length in ({"num_iterations": 3}, {"num_iterations": 2}, {"num_epochs": 1}):  # the second ends in another epoch
+        tl.fit(**length, callbacks=[counts, resetting])
+    assert counts.seen == [[103, 203], [105, 205], [109, 209]]
+    assert resetting.seen == [[103, 203], [102, 202], [104, 204]]
+    counts.count = 0  # by the user
+    tl.fit(num_epochs=1, callbacks=[counts, FromItsRank()])
+    assert counts.seen[-1] == [104, 204]
 
 
 @pytest.mark.long(every=5)

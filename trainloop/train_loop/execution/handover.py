@@ -29,7 +29,8 @@ from trainloop.train_loop.progress.loop_state import LoopState, added_attributes
 from trainloop.train_loop.saving.script_values import given_functions, put_script_values, script_values
 
 COUNTERS = (
-    *("epoch", "global_step", "total_iteration_idx", "timings_of_last_fit", "last_loss", "own_optimizer_states"),
+    *("epoch", "global_step", "total_iteration_idx", "timings_of_last_fit", "last_loss"),
+    *("own_optimizer_states", "callbacks_of_ranks"),
     *("cut", "early_stop", "ends"),  # in this order: setting early_stop changes ends
 )
 # Attributes of the loop that callbacks may assign in ranks, and that come back if they have.

@@ -118,6 +118,8 @@ class LoopState:
         """True after ``fit(gather=False)``: the trained values are only in checkpoints."""
         self.own_optimizer_states: list[Any] = []
         """In ``fsdp``, each rank's optimizer state that is not shaped like the parameters, after the last ``fit``."""
+        self.callbacks_of_ranks: list[tuple[Any, list[dict[str, Any]]]] = []
+        """Callbacks with a state for each rank (``rank_state_dict``), and these states after the last ``fit``."""
         self.runs_apart = False
         """True to train in a process of its own in ``single``, too, as with ``max_restarts``."""
         self.resumed = False
@@ -552,5 +554,5 @@ _OF_FIT = frozenset({"num_epochs", "num_iterations", "grad_accumulation", "callb
 _OWN = frozenset(LoopState.__annotations__) | frozenset(
     "callbacks history progress end_requested ends num_epochs num_iterations grad_accumulation process "
     "drawn_seed predicted_at predicts_again scaler_state restarts timings_of_last_fit wrapper_args left_behind "
-    "own_optimizer_states resumed runs_apart cut cut_marks worker_marks running".split()
+    "own_optimizer_states callbacks_of_ranks resumed runs_apart cut cut_marks worker_marks running".split()
 )

@@ -216,11 +216,16 @@ def place_of(run: TrainingRun) -> dict[str, Any]:
 
 
 def callback_states(loop: LoopState, method: str) -> list[dict[str, Any]]:
+    """Return each callback's state for a checkpoint: see :func:`states_of_callbacks`."""
+    states = states_of_callbacks(loop, method)
+    return states if method == "state_dict" else [plain(one, f"{one['type']}.{method}()") for one in states]
+
+
+def states_of_callbacks(loop: LoopState, method: str) -> list[dict[str, Any]]:
     """Return each callback's state, under the name by which another run identifies the callback."""
-    states = [
+    return [
         {**identity_of(callback), "state": getattr(callback, method)()}
         for callback in loop.callbacks
         # Most callbacks have no per-rank state.
         if method == "state_dict" or callback.uses_hook(method)
     ]
-    return states if method == "state_dict" else [plain(one, f"{one['type']}.{method}()") for one in states]

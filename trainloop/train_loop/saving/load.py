@@ -153,6 +153,7 @@ def take_up_finished(loop: LoopState, state: dict[str, Any], why: str) -> None:
     own = [saved.get("optimizers") for saved in ranks]
     loop.note(own_optimizer_states=own if any(own) else [])
     _load_rank_states(loop, ranks, same_ranks=True)
+    keep_rank_states(loop, [saved.get("callbacks", []) for saved in ranks])
     _load_own(loop, state, mine, same_ranks=True)
     set_generator_states([loop.train_loader], [mine["feed"]["generators"]])
     if loop.seed is None and not has_ranks(loop.gpu_mode):  # other runs leave the caller's generators as they are
@@ -309,6 +310,35 @@ def _load_rank_states(loop: LoopState, ranks: list[dict[str, Any]], *, same_rank
             f"the checkpoint has states of {len(ranks)} ranks for the callback {names}, but there are "
             f"{loop.world_size} ranks now. Per-rank state can't be loaded, so this callback begins without it."
         )
+
+
+def keep_rank_states(loop: LoopState, ranks: list[list[dict[str, Any]]]) -> None:
+    """Note the states of each rank's callbacks for the next ``fit``, whose ranks begin with rank 0's callbacks."""
+    kept: dict[int, tuple[Any, list[dict[str, Any]]]] = {}
+    for saved in ranks:
+        for callback, entry in matched_entries(loop.callbacks, saved)[0]:
+            kept.setdefault(id(callback), (callback, []))[1].append(entry["state"])
+    loop.note(callbacks_of_ranks=list(kept.values()))
+
+
+def put_rank_states(loop: LoopState) -> None:
+    """Load this rank's states of the last ``fit`` into callbacks; warn if that had another number of ranks.
+
+    Each rank begins with a copy of rank 0's callback. A callback with another state is left as it is: the user, or its
+    ``on_train_begin``, has begun a new one.
+    """
+    here = {id(callback) for callback in loop.callbacks}
+    for callback, states in loop.callbacks_of_ranks:
+        if id(callback) not in here or not rng.same_state(callback.rank_state_dict(), states[0]):
+            continue
+        if len(states) == loop.world_size:
+            callback.load_rank_state_dict(states[loop.rank])
+        elif loop.is_global_zero:
+            warn(
+                f"the last fit has left states of {len(states)} ranks for the callback {callback.callback_name}, but "
+                f"there are {loop.world_size} ranks now. All of them continue with rank 0's."
+            )
+    loop.note(callbacks_of_ranks=[])
 
 
 def _report_other_criterion(loop: LoopState, state: dict[str, Any]) -> None:

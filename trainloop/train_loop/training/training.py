@@ -201,6 +201,9 @@ class Training(Run):
             if self.place.collective:  # the caller's optimizer has no place for it
                 own = collect.own_optimizer_states(loop)
                 loop.note(own_optimizer_states=distributed.gather_object(own))
+            if self.parallel and loop.run_config.here is None:  # ranks of a launcher keep their callbacks
+                states = collect.states_of_callbacks(loop, "rank_state_dict")
+                load.keep_rank_states(loop, distributed.gather_object(states))
             added = added_attributes(loop)
             criteria = [part for module in criterion_modules(loop.criterion) for part in module.modules()]
             self.place.make_whole([*loop.callbacks, *all_optimizers(loop.optimizer), *criteria], added)
@@ -277,6 +280,8 @@ class Training(Run):
                 loop.note(progress=before)
                 raise
             self._last_iteration = self._end_in_iterations()
+        else:
+            load.put_rank_states(loop)
         loop.note(cut=None)
         if restarts is not None:
             restarts.begin()
