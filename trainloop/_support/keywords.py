@@ -195,6 +195,13 @@ def attribute_hint(name: str, table: Mapping[str, str] = _ATTRIBUTE) -> str:
 
 def explain_attribute(error: AttributeError, model: Any, callbacks: Sequence[Any]) -> None:
     """If a model or a callback lacks an attribute of another library's, add the equivalent to the error's text."""
+    operator = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
+    if operator is not None:
+        error.args = (
+            f"{error}. If the script defines the operator {operator[1]}::{operator[2]}, define it in a module that the "
+            "script imports: ranks don't run the script.",
+        )
+        return
     # In dp, an error of a replica's thread is raised again, with its text only.
     found = re.search(r"'(\w+)' object has no attribute '(\w+)'\s*$", str(error))
     if found is None:

@@ -51,6 +51,9 @@ def shift(x):
     return x + 1
 def other(x):
     return x - 1
+def set_up():
+    from xml.sax import handler
+    handler.version = "mine"
 """,
     "parts": """
 class Times:
@@ -66,17 +69,19 @@ def build():
 """,
 }
 SCRIPT = """
-import argparse, contextlib, functools, io, json, os, sys, warnings
+import argparse, contextlib, functools, io, json, logging, os, sys, textwrap as wrapping, warnings
 sys.dont_write_bytecode = True  # the test edits a file within a second
 import numpy, torch
 import torch.nn.functional as F
 import torch.distributed as dist
 import conf, ops, lazy, parts
+logging.raiseExceptions = False
+torch.load = functools.partial(torch.load, weights_only=False)
 from trainloop._launch import keeping, launch
 from trainloop.tuning import tune
 
 def readings(stop):
-    import conf, ops, torch
+    import conf, ops, torch, xml.sax.handler
     mine = {
         "values": [conf.LR, conf.SAME, conf.NAMES, conf.rank, conf.ARGS.seed, conf.ADDED],
         "imported before": ops.LR,
@@ -88,6 +93,10 @@ def readings(stop):
         "library's attributes": [
             torch.nn.Linear(1, 1).gain, torch.nn.Linear.half(4), torch.nn.Bilinear(3)(4),
             torch.nn.functional.silu(2), torch.nn.functional.mish(2),
+        ],
+        "library's variables": [
+            logging.raiseExceptions, torch.load.keywords, xml.sax.handler.version, wrapping.TextWrapper.x,
+            F.celu.__name__,
         ],
         "rank": [conf.RANK, conf.IS_FIRST, ops.IS_FIRST],
         "imported later": "lazy" in sys.modules,
@@ -128,6 +137,8 @@ def main():
     conf.Options.triple = lambda self, x: 30 * x
     ops.shift = lambda x: x + 100
     lazy.DEPTH = 9
+    ops.set_up()
+    wrapping.TextWrapper.x, F.celu = [1], F.relu
     F.gelu = lambda x: x * 5
     torch.nn.Linear.extra_repr = lambda self: "mine"
     torch.nn.Linear.gain = property(lambda self: 2)
@@ -187,6 +198,7 @@ def test_what_the_script_sets_in_its_modules(tmp_path: Path) -> None:
                 "functions": [101, 0, 10],
                 "library": [5.0, "mine"],
                 "library's attributes": [2, 2.0, 12, 8, 14],
+                "library's variables": [False, {"weights_only": False}, "mine", [1], "relu"],
                 "rank": [rank, rank == 0, rank == 0],
                 "imported later": False,
                 "lazy": 9,

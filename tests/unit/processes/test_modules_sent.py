@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainloop._launch.script.assignments import assigned_in_libraries, assigned_names
 from trainloop._launch.script.module_state import dumped_modules, receive_modules
 from trainloop._launch.script.rank_names import rank_dependent
 from trainloop._launch.script.users_modules import users_modules
@@ -37,6 +38,39 @@ def test_modules_with_attributes_that_look_like_functions_are_sent(
     assert found["LR"].value == 0.1
     assert found["FunctionType"].value[:2] == ("builtins", "function")
     assert found["Node"].value[:2] == ("nodes_of_a_user", "Node")
+
+
+def test_assignments_to_attributes_of_libraries_are_found_by_their_names() -> None:
+    source = """
+import a.b, c.d as e
+from f import g as h, i
+from . import near
+a.b.x = 1
+e.y, h.z = 2, 3
+def main():
+    import late
+    late.u += 1
+    self.v = e.read
+    near.w = i[0].t = 4
+"""
+    assert assigned_names(source, in_functions=False) == {"a.b.x", "c.d.y", "f.g.z", "late.u"}
+    assert assigned_names(source, in_functions=True) == {"late.u"}
+    assert assigned_names("%matplotlib inline", in_functions=False) == frozenset()
+
+
+def test_only_variables_of_libraries_that_exist_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+import html, json, logging, os, sys
+def set_up():
+    html.added, logging.raiseExceptions, json.decoder.gone = [1], False, 2
+    json.tool, sys.own, os.own, json.other.x = html, 3, 4, 5
+"""
+    (tmp_path / "sets_up.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("sets_up")
+    monkeypatch.setattr("html.added", [1], raising=False)
+    found = {(name, path): value for name, path, value in assigned_in_libraries({"sets_up": module})}
+    assert found == {("html", "added"): [1], ("logging", "raiseExceptions"): True}
 
 
 @pytest.mark.long

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from trainloop._launch.script.assignments import assigned_in_libraries
 from trainloop._launch.script.rank_names import rank_dependent
 from trainloop._launch.script.users_modules import in_library, users_modules
 from trainloop._support.user_line import warn
@@ -86,9 +87,10 @@ def dumped_modules(known: Sequence[object] = (), used: list[object] | None = Non
         warnings.simplefilter("ignore")  # objects may warn if their attributes are read or pickled
         found = {name: dict(_sent_values(module, limit)) for name, module in users.items()}
         for name, path, value in _patches(users):
-            of_code = isinstance(value, (*_FUNCTIONS, *_METHODS))
-            sent = _sent_function(value, name, path, None) if of_code else _sent_object(value, limit)
-            found.setdefault(name, {})[path] = sent
+            found.setdefault(name, {})[path] = _sent_value(value, name, path, limit)
+        for name, path, value in assigned_in_libraries(users):
+            if not _is_own(value):
+                found.setdefault(name, {}).setdefault(path, _sent_value(value, name, path, limit))
     return pickle.dumps(found)
 
 
@@ -162,6 +164,12 @@ def _patches(users: Mapping[str, types.ModuleType]) -> Iterator[tuple[str, str, 
             kind = type(value)
             if id(value.__globals__) in own if kind is function else kind not in _PYTHONS and is_users(value):
                 yield module, prefix + path, value
+
+
+def _sent_value(value: Any, module: str, path: str, limit: _Limit) -> _Sent:
+    if isinstance(value, (*_FUNCTIONS, *_METHODS)):
+        return _sent_function(value, module, path, None)
+    return _Sent("atom", value) if type(value) in _ATOMS else _sent_object(value, limit)
 
 
 def _is_own(value: Any) -> bool:

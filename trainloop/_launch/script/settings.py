@@ -19,6 +19,7 @@ import locale
 import logging
 import multiprocessing
 import pickle
+import socket
 import sys
 import tempfile
 import warnings
@@ -29,14 +30,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import __future__ as future
+from torch._tensor_str import get_printoptions
 from torch.backends import cuda, mha
 from torch.distributions import Distribution, kl
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as torch_optimizer
 from torch.sparse import check_sparse_tensor_invariants as invariants
+from torch.utils import _pytree
 from torch.utils.data._utils.collate import default_collate_fn_map  # torch's documentation of default_collate names it
 from torch.utils.hooks import RemovableHandle
 
+from trainloop._launch.script.users_modules import is_users
 from trainloop._support.user_line import set_user_place, user_place, warn
 from trainloop._transfer.payload import LateNames, define_in_main
 from trainloop._transfer.pickling import Pickler
@@ -363,6 +368,17 @@ def _write_divergences(functions: dict[tuple[type, type], Any]) -> None:
         kl.register_kl(*kinds)(function)
 
 
+def _read_nodes() -> dict[type, tuple[Any, Any]]:
+    nodes = _pytree.SUPPORTED_NODES.items()
+    return {cls: (node.flatten_fn, node.unflatten_fn) for cls, node in nodes if is_users(cls.__module__)}
+
+
+def _write_nodes(functions: dict[type, tuple[Any, Any]]) -> None:
+    for cls, (flatten, unflatten) in functions.items():
+        if cls not in _pytree.SUPPORTED_NODES:
+            _pytree.register_pytree_node(cls, flatten, unflatten)
+
+
 def _write_next_hook(number: int) -> None:
     RemovableHandle.next_id = max(RemovableHandle.next_id, number)
 
@@ -448,6 +464,10 @@ SETTINGS: list[Setting] = [
         cuda.fp16_bf16_reduction_math_sdp_allowed,
         cuda.allow_fp16_bf16_reduction_math_sdp,
     ),
+    Setting(
+        "torch.backends.cuda.preferred_linalg_library", cuda.preferred_linalg_library, cuda.preferred_linalg_library
+    ),
+    Setting("torch.backends.cuda.preferred_blas_library", cuda.preferred_blas_library, cuda.preferred_blas_library),
     Setting("torch.backends.mha.set_fastpath_enabled", mha.get_fastpath_enabled, mha.set_fastpath_enabled),
     # checks
     Setting(
@@ -490,6 +510,19 @@ SETTINGS: list[Setting] = [
     # Functions that a script registers: torch looks them up by classes.
     Setting("torch.distributions.register_kl", _read_divergences, _write_divergences),
     Setting("default_collate_fn_map", lambda: dict(default_collate_fn_map), default_collate_fn_map.update),
+    Setting("torch.utils._pytree.register_pytree_node", _read_nodes, _write_nodes),
+    Setting(
+        "torch.__future__.set_overwrite_module_params_on_conversion",
+        future.get_overwrite_module_params_on_conversion,
+        future.set_overwrite_module_params_on_conversion,
+    ),
+    Setting(
+        "torch.__future__.set_swap_module_params_on_conversion",
+        future.get_swap_module_params_on_conversion,
+        future.set_swap_module_params_on_conversion,
+    ),
+    Setting("torch.set_printoptions", get_printoptions, lambda value: torch.set_printoptions(**value)),
+    Setting("socket.setdefaulttimeout", socket.getdefaulttimeout, socket.setdefaulttimeout),
     Setting("numpy.set_printoptions", np.get_printoptions, lambda value: np.set_printoptions(**value)),
     Setting("locale.setlocale", lambda: locale.setlocale(locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
     # A context is not equal to a copy of it; its arguments are.
@@ -505,4 +538,5 @@ SETTINGS: list[Setting] = [
     Setting("sys.setrecursionlimit", sys.getrecursionlimit, sys.setrecursionlimit),
     _config("torch._dynamo.config"),
     _config("torch._inductor.config"),
+    _config("torch._functorch.config"),
 ]
