@@ -51,7 +51,6 @@ class AlternatingTraining(Training):
         loop, place, recorder, gradients = self.loop, self.place, self.recorder, self.gradients
         counts = step.counts
         count = max(counts) if counts else len(step.batches)
-        recorder.step = loop.progress.global_step + 1
         self.stage = "forward"
         # If this rank has no batch, values that hooks log have weight 0.
         self._sizes = [*step.sizes, *[0] * (count - len(step.sizes))]
@@ -228,7 +227,6 @@ class ClosureTraining(Training):
     def forward_backward(self, step: StepBatches, **_: Any) -> None:
         """Call the first hooks: they may change settings, which the optimizer reads before it runs the batches."""
         self._batches = step
-        self.recorder.step = self.loop.progress.global_step + 1
         self.stage = "forward"
         self.begin_batch(0, step.sizes[0] if step.batches else 0)
 

@@ -686,7 +686,6 @@ class Training(Run):
         count = max(counts) if counts else len(batches)
         whole = gradients.is_whole(count)
         scaled_losses: list[Any] = []
-        recorder.step = loop.progress.global_step + 1
         for i in range(count):
             self.stage = "forward"
             if first and i >= begun:
@@ -800,6 +799,8 @@ class Training(Run):
             hook()
         # Set before the first hook. On a rank without a batch, logs of hooks have weight 0.
         self.recorder.batch_size = size
+        if not i:
+            self.recorder.step = self.loop.progress.global_step + 1
         self.loop.progress.total_iteration_idx += 1
         self.epoch_batches += 1
         for hook in hooks.on_batch_begin:

@@ -70,7 +70,6 @@ class WholeStepTraining(Training):
                 self._detach()
             return super().forward_backward(step, first=first, begun=begun, wants_loss=wants_loss)
         loop, recorder, (size,) = self.loop, self.recorder, step.sizes
-        recorder.step = loop.progress.global_step + 1
         self.stage = "forward"
         self.begin_batch(0, size)
         # Compile only now: hooks of the batch or the epoch may set a rate, or unfreeze layers.
