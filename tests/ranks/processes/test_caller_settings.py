@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import decimal, gc, json, locale, logging, multiprocessing, os, sys, tempfile, warnings
+import decimal, gc, json, locale, logging, multiprocessing, os, socket, sys, tempfile, warnings
 import numpy as np
+import pandas as pd
+import sklearn
 import torch
+import torch._functorch.config
 from torch import nn, optim
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -61,6 +64,12 @@ def readings():
         "divergence": torch.distributions.kl_divergence(Shifted(0, 1), Shifted(0, 1)),
         "collated": type(default_collate([Sample()])["rows"]).__name__,
         "decimal": str(decimal.Decimal(1) / 3), "locale": locale.setlocale(locale.LC_NUMERIC),
+        "torch's printing": torch._tensor_str.get_printoptions(), "sockets": socket.getdefaulttimeout(),
+        "donated": torch._functorch.config.donated_buffer,
+        "swaps": torch.__future__.get_swap_module_params_on_conversion(),
+        "overwrites": torch.__future__.get_overwrite_module_params_on_conversion(),
+        "leaves": torch.utils._pytree.tree_leaves(Sample()),
+        "sklearn": sklearn.get_config()["assume_finite"], "pandas": pd.get_option("display.precision"),
         "collector": [gc.isenabled(), gc.get_threshold()],
     }
 
@@ -75,6 +84,7 @@ def collate_samples(samples, *, collate_fn_map=None):
 
 torch.distributions.register_kl(Shifted, Shifted)(lambda p, q: 7)  # that of Normal would be 0
 default_collate_fn_map[Sample] = collate_samples
+torch.utils._pytree.register_pytree_node(Sample, lambda one: ([3, 4], None), lambda leaves, context: Sample())
 
 class Rows(Dataset):
     def __len__(self):
@@ -142,6 +152,13 @@ def main():
     tempfile.tempdir = os.getcwd()
     decimal.getcontext().prec = 4
     locale.setlocale(locale.LC_NUMERIC, "C.UTF-8")
+    torch.set_printoptions(precision=7, sci_mode=True)
+    socket.setdefaulttimeout(77)
+    torch._functorch.config.donated_buffer = not torch._functorch.config.donated_buffer
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    sklearn.set_config(assume_finite=True)
+    pd.set_option("display.precision", 9)
     gc.disable()
     gc.set_threshold(5000, 20, 20)
     before = readings()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -245,6 +246,22 @@ def test_what_cannot_be_sent_is_told_and_the_others_arrive(monkeypatch: pytest.M
     sys.setrecursionlimit(1234)
     apply_settings(there)
     assert sys.getrecursionlimit() == 4321
+
+
+def test_only_changed_options_of_a_library_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "matplotlib.rcParams", "pandas.set_option", "sklearn.set_config"
+    of_libraries = [setting for setting in SETTINGS if setting.name in names]
+    monkeypatch.setattr(settings, "SETTINGS", of_libraries)
+    library = types.SimpleNamespace(rcParams={"dpi": 100, "size": 1}, rcParamsDefault={"dpi": 100, "size": 2})
+    monkeypatch.setitem(sys.modules, "matplotlib", library)
+    monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace())  # another version
+    monkeypatch.delitem(sys.modules, "sklearn", raising=False)
+    assert read_settings() == {"matplotlib.rcParams": {"size": 1}, "pandas.set_option": {}, "sklearn.set_config": {}}
+    there = dumped_settings()
+    library.rcParams["size"] = 2
+    apply_settings(there)
+    assert library.rcParams == {"dpi": 100, "size": 1}
+    assert "sklearn" not in sys.modules  # not imported for nothing
 
 
 def test_what_cannot_be_set_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

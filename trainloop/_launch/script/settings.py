@@ -192,20 +192,48 @@ def _attribute(path: str) -> Setting:
     return Setting(path, lambda: getattr(owner(), name), lambda value: setattr(owner(), name, value))
 
 
-def _config(path: str) -> Setting:
-    """Return a setting for the changed options of a ``torch.compile`` config module, which is not imported here."""
+def _options(
+    name: str, module: str, changed: Callable[[Any], dict[str, Any]], put: Callable[[Any, str, Any], object]
+) -> Setting:
+    """Return a setting for the changed options of a library; a process imports it only if there are any."""
 
     def read() -> dict[str, Any]:
-        config = sys.modules.get(path)
-        changed = getattr(config, "_get_dict", None)  # private: torch has no public list of changed options
-        return {} if changed is None else changed(skip_default=True)
+        with contextlib.suppress(Exception):  # whatever another version of the library raises
+            return changed(sys.modules[module])
+        return {}
 
     def write(options: dict[str, Any]) -> None:
-        config = importlib.import_module(path)
-        for name, value in options.items():
-            setattr(config, name, value)
+        for key, value in options.items():
+            put(importlib.import_module(module), key, value)
 
-    return Setting(path, read, write)
+    return Setting(name, read, write)
+
+
+def _config(path: str) -> Setting:
+    # private: torch has no public list of changed options
+    return _options(path, path, lambda config: config._get_dict(skip_default=True), setattr)
+
+
+# Private names of pandas and scikit-learn: they have no public list of defaults, either.
+
+
+def _changed_in_matplotlib(matplotlib: Any) -> dict[str, Any]:
+    defaults = matplotlib.rcParamsDefault
+    return {key: value for key, value in dict.items(matplotlib.rcParams) if value != dict.get(defaults, key)}
+
+
+def _changed_in_pandas(pandas: Any) -> dict[str, Any]:
+    config, found = pandas._config.config, {}
+    for key, option in config._registered_options.items():
+        group, name = config._get_root(key)  # get_option warns of old options
+        if group[name] != option.defval:
+            found[key] = group[name]
+    return found
+
+
+def _changed_in_sklearn(sklearn: Any) -> dict[str, Any]:
+    defaults = sklearn._config._global_config
+    return {key: value for key, value in sklearn.get_config().items() if value != defaults[key]}
 
 
 def _read_start_method() -> str:
@@ -536,6 +564,19 @@ SETTINGS: list[Setting] = [
     Setting("gc.disable", gc.isenabled, lambda value: (gc.enable if value else gc.disable)()),
     Setting("gc.set_threshold", gc.get_threshold, lambda value: gc.set_threshold(*value)),
     Setting("sys.setrecursionlimit", sys.getrecursionlimit, sys.setrecursionlimit),
+    _options("pandas.set_option", "pandas", _changed_in_pandas, lambda pandas, *option: pandas.set_option(*option)),
+    _options(
+        "sklearn.set_config",
+        "sklearn",
+        _changed_in_sklearn,
+        lambda sklearn, key, value: sklearn.set_config(**{key: value}),
+    ),
+    _options(
+        "matplotlib.rcParams",
+        "matplotlib",
+        _changed_in_matplotlib,
+        lambda matplotlib, *option: matplotlib.rcParams.__setitem__(*option),
+    ),
     _config("torch._dynamo.config"),
     _config("torch._inductor.config"),
     _config("torch._functorch.config"),
