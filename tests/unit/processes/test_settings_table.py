@@ -19,7 +19,15 @@ from torch.optim import optimizer as optimizers
 from torch.torch_version import TorchVersion
 
 from trainloop._launch.script import settings
-from trainloop._launch.script.settings import SETTINGS, Setting, apply_settings, dumped_settings, read_settings
+from trainloop._launch.script.settings import (
+    SETTINGS,
+    Setting,
+    apply_settings,
+    dumped_settings,
+    numeric_settings,
+    read_settings,
+)
+from trainloop.checkpoint.plain import plain
 
 GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "pickling.rst"
 
@@ -57,6 +65,10 @@ def test_each_can_be_written_as_it_was_read(setting: Setting) -> None:
     assert setting.read() == value
     if setting.name == "torch.set_default_device" and torch.__version__ < TorchVersion("2.8"):
         del torch._GLOBAL_DEVICE_CONTEXT.device_context  # None, which that version's get_default_device() can't read
+
+
+def test_numeric_settings_can_be_written_into_a_record() -> None:
+    assert plain(numeric_settings(), "settings") == numeric_settings()
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)

@@ -492,10 +492,17 @@ SETTINGS: list[Setting] = [
         cuda.fp16_bf16_reduction_math_sdp_allowed,
         cuda.allow_fp16_bf16_reduction_math_sdp,
     ),
+    # Their names, not torch's enums: the recorder of failures writes plain values.
     Setting(
-        "torch.backends.cuda.preferred_linalg_library", cuda.preferred_linalg_library, cuda.preferred_linalg_library
+        "torch.backends.cuda.preferred_linalg_library",
+        lambda: str(cuda.preferred_linalg_library()).rpartition(".")[2].lower(),
+        cuda.preferred_linalg_library,
     ),
-    Setting("torch.backends.cuda.preferred_blas_library", cuda.preferred_blas_library, cuda.preferred_blas_library),
+    Setting(
+        "torch.backends.cuda.preferred_blas_library",
+        lambda: str(cuda.preferred_blas_library()).rpartition(".")[2].lower(),
+        cuda.preferred_blas_library,
+    ),
     Setting("torch.backends.mha.set_fastpath_enabled", mha.get_fastpath_enabled, mha.set_fastpath_enabled),
     # checks
     Setting(
