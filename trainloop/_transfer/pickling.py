@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
-import enum
 import functools
 import hashlib
 import importlib.machinery
@@ -35,6 +34,7 @@ from numpy.lib.stride_tricks import as_strided
 from torch.multiprocessing.reductions import rebuild_storage_fd, reduce_storage
 from torch.utils.data import DataLoader
 
+from trainloop._transfer.classes import reduce_class
 from trainloop._transfer.pages import anonymous_file, write_all
 from trainloop._transfer.torch_objects import compile_context_of, reduce_compiled_function, reducer_for
 
@@ -143,8 +143,7 @@ class Pickler(cloudpickle.Pickler):
             is_renamed = obj.__qualname__ != obj.__name__ and "." not in obj.__qualname__
             if is_renamed and (named := _reduce_by_name(self, obj)) is not NotImplemented:
                 return named
-            if "__slots__" in vars(obj):
-                return _with_slots(obj, reduced)
+            return reduce_class(obj, reduced)
         return reduced
 
     def _reduce_cached(self, function: Any) -> Any:
@@ -479,20 +478,6 @@ def _memmap_of_file(
 ) -> np.ndarray[Any, Any]:
     memory = np.memmap(path, dtype=np.uint8, mode=mode, offset=place, shape=(nbytes,))
     return as_strided(memory[start : start + dtype.itemsize].view(dtype), shape, strides, subok=True)
-
-
-def _with_slots(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the reduction of a class by value, with its slots.
-
-    cloudpickle makes the class without slots, so that its instances have a ``__dict__``. The sender's class then can't
-    load the state of such an instance.
-    """
-    if issubclass(kind, (enum.Enum, tuple)):  # an Enum has other arguments; a tuple has no slots of its own
-        return reduced
-    make, arguments, *rest = reduced
-    metaclass, name, bases, namespace, *others = arguments
-    namespace = {**namespace, "__slots__": vars(kind)["__slots__"]}
-    return make, (metaclass, name, bases, namespace, *others), *rest
 
 
 def _memoryview(buffer: Any, format: str, shape: tuple[int, ...]) -> memoryview:

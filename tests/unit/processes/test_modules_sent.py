@@ -16,7 +16,7 @@ import torch
 from trainloop._launch.script.assignments import assigned_in_libraries, assigned_names
 from trainloop._launch.script.module_state import dumped_modules, receive_modules
 from trainloop._launch.script.rank_names import rank_dependent
-from trainloop._launch.script.users_modules import users_modules
+from trainloop._transfer.users_modules import users_modules
 
 MODULE = """
 from types import FunctionType

@@ -17,7 +17,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 import pytest
@@ -428,6 +428,57 @@ def test_classes_with_slots_have_slots_there(monkeypatch: pytest.MonkeyPatch) ->
             assert hasattr(there, "__dict__") == hasattr(here, "__dict__")
             assert there.__reduce_ex__(4)[2] == here.__reduce_ex__(4)[2]
             assert tuple(there.__reduce_ex__(4)[1][1:]) == tuple(here.__reduce_ex__(4)[1][1:])
+
+
+CLASSES_WITH_HOOKS = """
+import abc, typing
+
+names, made = [], []
+T = typing.TypeVar("T")
+
+class Meta(abc.ABCMeta):
+    def __new__(metaclass, name, bases, namespace, **keywords):
+        names.append(name)
+        namespace["upper"] = namespace["label"].upper()
+        return super().__new__(metaclass, name, bases, namespace, **keywords)
+
+class Root(metaclass=Meta):
+    label = "root"
+
+    def __init_subclass__(cls, *, key, **keywords):
+        super().__init_subclass__(**keywords)
+        if key in names:
+            raise ValueError(f"{key} is known already")
+        names.append(key)
+        cls.key = key
+
+class Leaf(Root, typing.Generic[T], key="leaf's key"):
+    label = "leaf"
+
+    class Inner:
+        pass
+
+made = [Leaf(), Leaf, Leaf.Inner, Leaf[int], names]
+"""
+
+
+def test_code_that_runs_when_a_class_is_defined_does_not_run_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(CLASSES_WITH_HOOKS, scope)
+    known = list(scope["names"])
+    with pack([scope["made"], scope["Root"]]) as payload:
+        tracker = transfer.pickling.cloudpickle.cloudpickle
+        monkeypatch.setattr(tracker, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})  # as in a new process
+        (leaf, cls, inner, of_int, names), root = payload.handle.open()
+        again = payload.handle.open()[0][1]
+    assert again is cls is type(leaf) is not scope["Leaf"]
+    assert names == known == scope["names"] == ["Root", "Leaf", "leaf's key"]
+    assert (cls.key, cls.upper, cls.__mro__[1:]) == ("leaf's key", "LEAF", (root, Generic, object))
+    assert type(cls).__name__ == "Meta"
+    assert inner.__qualname__ == "Leaf.Inner"
+    assert of_int.__args__ == (int,)
+    with pytest.raises(ValueError, match="leaf's key is known already"):  # the hook is there
+        types.new_class("Other", (root,), {"key": "leaf's key"}, lambda own: own.update(label="other"))
 
 
 def test_cached_and_generic_functions_of_main_are_sent() -> None:

@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainloop._launch.script.users_modules import is_users
+from trainloop._transfer.users_modules import is_users
 
 # Each process has its own streams and arguments of the command line, and environment variables are sent separately.
 _EXCEPT = {"sys", "os"}

@@ -34,10 +34,10 @@ import torch
 
 from trainloop._launch.script.assignments import assigned_in_libraries
 from trainloop._launch.script.rank_names import rank_dependent
-from trainloop._launch.script.users_modules import in_library, users_modules
 from trainloop._support.user_line import warn
 from trainloop._transfer import load_device
 from trainloop._transfer.pickling import Pickler, StateUnpickler
+from trainloop._transfer.users_modules import in_library, users_modules
 
 _MOST_BYTES = 1 << 20  # of one value; of a larger one, type, length and the beginning are compared
 _MOST_IN_ALL = 16 << 20

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from trainloop._launch.script.users_modules import in_library
+from trainloop._transfer.users_modules import in_library
 
 _RANKS_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 _RANKS_NAMES = {

@@ -41,10 +41,10 @@ from torch.utils import _pytree
 from torch.utils.data._utils.collate import default_collate_fn_map  # torch's documentation of default_collate names it
 from torch.utils.hooks import RemovableHandle
 
-from trainloop._launch.script.users_modules import is_users
 from trainloop._support.user_line import set_user_place, user_place, warn
 from trainloop._transfer.payload import LateNames, define_in_main
 from trainloop._transfer.pickling import Pickler
+from trainloop._transfer.users_modules import is_users
 
 _LINE = "the line that warnings point to"  # sent with the settings, but not a setting itself: it differs between calls
 

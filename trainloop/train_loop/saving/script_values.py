@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainloop._launch.script.users_modules import is_users
+from trainloop._transfer.users_modules import is_users
 from trainloop.optim.optimizers import optimizers_of
 from trainloop.optim.parameters import trained_modules
 from trainloop.train_loop.progress.loop_state import LoopState

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainloop._launch.script.users_modules import in_library
 from trainloop._metrics import Recorder
 from trainloop._support.reduction import attached_divisor, functional_losses
 from trainloop._support.user_line import described_names, warn
+from trainloop._transfer.users_modules import in_library
 from trainloop.data import StepBatches
 from trainloop.errors import ConfigurationError
 from trainloop.optim import MultiOptimizer

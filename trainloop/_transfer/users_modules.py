@@ -10,7 +10,7 @@ import os
 import sys
 import types
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def users_modules() -> dict[str, types.ModuleType]:
