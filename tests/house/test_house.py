@@ -215,7 +215,7 @@ FOREIGN: dict[str, str] = {
         "_KL_REGISTRY _validate_args _global_backward_hooks _global_backward_pre_hooks _global_forward_hooks "
         "_global_forward_hooks_always_called _global_forward_hooks_with_kwargs _global_forward_pre_hooks "
         "_global_is_full_backward_hook _global_optimizer_post_hooks _global_optimizer_pre_hooks _pytree "
-        "_get_dict _get_root _global_config _registered_options"
+        "_get_root _global_config _registered_options _stance"
     ),
     "_processes/server.py": "_registry",
     "optim/optimizers.py": (

@@ -270,9 +270,9 @@ def test_only_changed_options_of_a_library_are_sent(monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "sklearn", raising=False)
     assert read_settings() == {"matplotlib.rcParams": {"size": 1}, "pandas.set_option": {}, "sklearn.set_config": {}}
     there = dumped_settings()
-    library.rcParams["size"] = 2
+    library.rcParams.update(dpi=200, size=2)
     apply_settings(there)
-    assert library.rcParams == {"dpi": 100, "size": 1}
+    assert library.rcParams == {"dpi": 100, "size": 1}  # as in a kept rank, after the caller has set the dpi back
     assert "sklearn" not in sys.modules  # not imported for nothing
 
 

@@ -23,7 +23,7 @@ import socket
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -193,16 +193,24 @@ def _attribute(path: str) -> Setting:
 
 
 def _options(
-    name: str, module: str, changed: Callable[[Any], dict[str, Any]], put: Callable[[Any, str, Any], object]
+    name: str,
+    module: str,
+    now: Callable[[Any], Mapping[str, Any]],
+    defaults: Callable[[Any], Mapping[str, Any]],
+    put: Callable[[Any, str, Any], object],
 ) -> Setting:
     """Return a setting for the changed options of a library; a process imports it only if there are any."""
 
     def read() -> dict[str, Any]:
         with contextlib.suppress(Exception):  # whatever another version of the library raises
-            return changed(sys.modules[module])
+            if module in sys.modules:
+                initial = defaults(sys.modules[module])
+                return {key: value for key, value in now(sys.modules[module]).items() if value != initial[key]}
         return {}
 
     def write(options: dict[str, Any]) -> None:
+        for key in read().keys() - options.keys():  # for kept ranks
+            put(sys.modules[module], key, defaults(sys.modules[module])[key])
         for key, value in options.items():
             put(importlib.import_module(module), key, value)
 
@@ -210,30 +218,32 @@ def _options(
 
 
 def _config(path: str) -> Setting:
-    # private: torch has no public list of changed options
-    return _options(path, path, lambda config: config._get_dict(skip_default=True), setattr)
+    """Return a setting for the changed options of a ``torch.compile`` config module, which is not imported here."""
+
+    def read() -> dict[str, Any]:
+        config = sys.modules.get(path)
+        changed = getattr(config, "_get_dict", None)  # private: torch has no public list of changed options
+        return {} if changed is None else changed(skip_default=True)
+
+    def write(options: dict[str, Any]) -> None:
+        config = importlib.import_module(path)
+        for name, value in options.items():
+            setattr(config, name, value)
+
+    return Setting(path, read, write)
 
 
-# Private names of pandas and scikit-learn: they have no public list of defaults, either.
+# Private names of pandas, scikit-learn and torch's compiler: they have no public list of defaults, either.
 
 
-def _changed_in_matplotlib(matplotlib: Any) -> dict[str, Any]:
-    defaults = matplotlib.rcParamsDefault
-    return {key: value for key, value in dict.items(matplotlib.rcParams) if value != dict.get(defaults, key)}
+def _pandas_now(pandas: Any) -> dict[str, Any]:
+    config = pandas._config.config
+    places = {key: config._get_root(key) for key in config._registered_options}  # get_option warns of old options
+    return {key: group[name] for key, (group, name) in places.items()}
 
 
-def _changed_in_pandas(pandas: Any) -> dict[str, Any]:
-    config, found = pandas._config.config, {}
-    for key, option in config._registered_options.items():
-        group, name = config._get_root(key)  # get_option warns of old options
-        if group[name] != option.defval:
-            found[key] = group[name]
-    return found
-
-
-def _changed_in_sklearn(sklearn: Any) -> dict[str, Any]:
-    defaults = sklearn._config._global_config
-    return {key: value for key, value in sklearn.get_config().items() if value != defaults[key]}
+def _pandas_defaults(pandas: Any) -> dict[str, Any]:
+    return {key: option.defval for key, option in pandas._config.config._registered_options.items()}
 
 
 def _read_start_method() -> str:
@@ -571,18 +581,29 @@ SETTINGS: list[Setting] = [
     Setting("gc.disable", gc.isenabled, lambda value: (gc.enable if value else gc.disable)()),
     Setting("gc.set_threshold", gc.get_threshold, lambda value: gc.set_threshold(*value)),
     Setting("sys.setrecursionlimit", sys.getrecursionlimit, sys.setrecursionlimit),
-    _options("pandas.set_option", "pandas", _changed_in_pandas, lambda pandas, *option: pandas.set_option(*option)),
+    _options(
+        "pandas.set_option", "pandas", _pandas_now, _pandas_defaults, lambda own, *option: own.set_option(*option)
+    ),
     _options(
         "sklearn.set_config",
         "sklearn",
-        _changed_in_sklearn,
-        lambda sklearn, key, value: sklearn.set_config(**{key: value}),
+        lambda own: own.get_config(),
+        lambda own: own._config._global_config,
+        lambda own, key, value: own.set_config(**{key: value}),
     ),
     _options(
         "matplotlib.rcParams",
         "matplotlib",
-        _changed_in_matplotlib,
-        lambda matplotlib, *option: matplotlib.rcParams.__setitem__(*option),
+        lambda own: dict(dict.items(own.rcParams)),  # reading the backend's value by its key would choose a backend
+        lambda own: dict(dict.items(own.rcParamsDefault)),
+        lambda own, *option: own.rcParams.__setitem__(*option),
+    ),
+    _options(
+        "torch.compiler.set_stance",
+        "torch._dynamo.eval_frame",
+        lambda own: {"stance": own._stance.stance},
+        lambda _: {"stance": "default"},
+        lambda _, __, value: torch.compiler.set_stance(value),
     ),
     _config("torch._dynamo.config"),
     _config("torch._inductor.config"),
