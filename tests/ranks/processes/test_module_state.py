@@ -76,6 +76,8 @@ import torch.nn.functional as F
 import torch.distributed as dist
 import conf, ops, lazy, parts
 logging.raiseExceptions = False
+logging.getLevelName = logging.getLevelName  # as a test does that sets it back
+contextlib.closing = contextlib.closing
 torch.load = functools.partial(torch.load, weights_only=False)
 from trainloop._launch import keeping, launch
 from trainloop.tuning import tune

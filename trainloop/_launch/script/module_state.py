@@ -168,7 +168,7 @@ def _patches(users: Mapping[str, types.ModuleType]) -> Iterator[tuple[str, str, 
 
 def _sent_value(value: Any, module: str, path: str, limit: _Limit) -> _Sent:
     if isinstance(value, (*_FUNCTIONS, *_METHODS)):
-        return _sent_function(value, module, path, None)
+        return _sent_function(value, module, path, getattr(sys.modules[module], "__file__", None))
     return _Sent("atom", value) if type(value) in _ATOMS else _sent_object(value, limit)
 
 
