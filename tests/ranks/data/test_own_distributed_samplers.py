@@ -36,17 +36,24 @@ class InIter(Shards):
         return iter(self.shard())
 
 
-def warnings_of(sampler: Any, capfd: pytest.CaptureFixture[str]) -> int:
-    loop = make_loop(gpu_mode="ddp", devices=2, validation=False)
-    loop.train_loader = DataLoader(DATA, 5, sampler=sampler)
+def warnings_of(sampler: Any, capfd: pytest.CaptureFixture[str], name: str = "train_loader") -> int:
+    loop = make_loop(gpu_mode="ddp", devices=2)
+    setattr(loop, name, DataLoader(DATA, 5, sampler=sampler))
     loop.fit(num_epochs=2)
-    assert loop.global_step == 8 * getattr(sampler, "repeats", 1)
-    return capfd.readouterr().err.count(f"{type(sampler).__name__} yields the same first batch on all ranks")
+    if name == "train_loader":
+        assert loop.global_step == 8 * getattr(sampler, "repeats", 1)
+    return capfd.readouterr().err.count(f"{name}: {type(sampler).__name__} yields the same first batch on all ranks")
 
 
 @pytest.mark.long
 def test_a_shard_that_the_constructor_has_taken_is_warned_of_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert (warnings_of(InIter(), capfd), warnings_of(Shards(), capfd)) == (0, 1)
+
+
+@pytest.mark.long
+def test_a_shard_that_an_evaluation_reads_twice_is_warned_of_once(capfd: pytest.CaptureFixture[str]) -> None:
+    name = "validation_loader"
+    assert (warnings_of(InIter(), capfd, name), warnings_of(Shards(), capfd, name)) == (0, 1)
 
 
 @pytest.mark.long

@@ -83,6 +83,7 @@ class EvalFeed:
         self._exchange_ints = exchange_ints
         self._device = device
         self._contents: int | None = None
+        self._compared_shards = False
         self._workers_dataset = WorkersDataset(name)
 
     @property
@@ -125,7 +126,7 @@ class EvalFeed:
         """Yield this rank's batches of one pass: ``(batch_index, batch, size)``, indices ascending.
 
         A rank may have one batch more or fewer than others. Collective only at the end of a pass, where ranks that have
-        iterated the loader's sampler compare its order.
+        iterated the loader's sampler compare its order, or their shards.
 
         Parameters
         ----------
@@ -144,9 +145,14 @@ class EvalFeed:
             items = on_device(items, self._device)
         own = ((batch_index, batch, size) for (batch_index, size), batch in items)
         yield from own if padded is None else padded(own)
+        if self._world_size == 1 or self._exchange_ints is None:
+            return
         digest = self._source.order_digest
-        if digest is not None and self._world_size > 1 and self._exchange_ints is not None:
+        if digest is not None:
             loaders.check_orders(self._exchange_ints([digest]), self._users_loader, self._name)
+        if not self._compared_shards and (first := self._source.shard_digest) is not None:
+            self._compared_shards = True
+            loaders.warn_of_equal_shards(self._exchange_ints([first]), self._users_loader, self._name, self._rank)
 
     def _own_batches(self) -> Iterator[tuple[tuple[int, int], Any]]:
         """Yield ``((batch_index, size), batch)`` of each round of ``world_size`` batches that has one for this rank."""
