@@ -360,6 +360,27 @@ class Masked(nn.Module):
         parameter.grad = parameter.grad / 2
 
 
+class Scaled(nn.Parameter):
+    def scaled(self) -> float:
+        return float(self.detach().sum() * self.scale)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_subclass_of_parameter_stays_one(hooked: bool) -> None:
+    weight: Any = Scaled(torch.ones(2))
+    weight.scale = 3
+    if hooked:
+        weight.register_hook(lambda grad: grad + 1)
+    model = nn.Module()
+    model.weight = weight
+    there, again = there_and_back([model, weight])
+    assert type(there.weight) is Scaled
+    assert there.weight is again
+    assert (again.scaled(), again.requires_grad, next(there.parameters()) is again) == (6.0, True, True)
+    again.sum().backward()
+    assert again.grad.tolist() == [1.0 + hooked] * 2
+
+
 def test_hooks_of_parameters_travel_with_them() -> None:
     here = Masked()
     there = there_and_back(here)
