@@ -333,6 +333,7 @@ _BY_NAME = {
     type(threading.Lock()),
     type(threading.RLock()),
     torch.library.CustomOpDef,
+    torch.jit.ScriptFunction,
 }
 
 _of_modules: dict[int, tuple[object, str, str]] = {}  # by id: the object (so that the id stays its own), module, name
@@ -341,8 +342,8 @@ _of_modules: dict[int, tuple[object, str, str]] = {}  # by id: the object (so th
 def _reduce_by_name(pickler: Pickler, obj: object) -> Any:
     """Send an object by the name that a module gives it, as each process has its own; other objects by default.
 
-    A bare ``object()`` is a sentinel, which its library compares by ``is``. Locks and operators
-    (``torch.library.custom_op``) can't be sent.
+    A bare ``object()`` is a sentinel, which its library compares by ``is``. Locks, operators
+    (``torch.library.custom_op``) and functions in TorchScript can't be sent.
     """
     if id(obj) not in _of_modules:
         modules = [one for one in tuple(sys.modules.values()) if isinstance(one, types.ModuleType)]
