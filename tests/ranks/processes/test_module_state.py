@@ -224,6 +224,12 @@ def test_what_the_script_sets_in_its_modules(tmp_path: Path) -> None:
 
 
 SETTINGS = """
+import os
+def load():
+    if int(os.environ.get("RANK", 0)) == 0:
+        pass  # what one process prints
+    return {"depth": 1}
+TABLE = load()
 CONFIG, SEEN = {"scale": 1}, []
 class Options:
     scale = 1
@@ -239,7 +245,7 @@ SHARING_SCRIPT = """
 import torch
 from torch.utils.data import DataLoader, Dataset
 import settings
-from settings import CONFIG, SEEN, at_import, options, set_scale
+from settings import CONFIG, SEEN, TABLE, at_import, options, set_scale
 from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 set_scale(2)
 
@@ -264,7 +270,7 @@ class Net(TTBasicModel):
 class Curriculum(AbstractCallback):
     at_start = None
     def on_train_begin(self):
-        self.at_start = at_import()
+        self.at_start = at_import(), TABLE is settings.TABLE
     def on_epoch_begin(self):
         set_scale(self.train_loop_obj.epoch + 3)
 
@@ -284,4 +290,5 @@ def test_a_variable_that_the_script_and_its_module_share_is_one_object_in_ranks(
         [sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=200, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str([2, [3.0, 4.0], [3.0, 4.0], [2, 3, 4], {"scale": 4}])
+    assert done.stdout.splitlines()[-1] == str([(2, True), [3.0, 4.0], [3.0, 4.0], [2, 3, 4], {"scale": 4}])
+    assert "UserWarning" not in done.stderr

@@ -462,7 +462,11 @@ class _Receiver:
                 if sent.value[2] == _OWN_FILE and type(module.__loader__) is _FILE_LOADER:
                     edited.append(path)  # the same function, with other code
                 continue
-            if not isinstance(own, types.FunctionType) and path in rank_dependent(module.__name__):
+            by_rank = not isinstance(own, types.FunctionType) and path in rank_dependent(module.__name__)
+            if by_rank and sent.kind == "known" and self._late is not None:
+                self._late.append((module, path))
+                continue
+            if by_rank and not (sent.kind == "known" and self._has_same_contents(own, sent)):
                 # Not a number, of which each rank has its own (RANK), nor what a decorator has made of a function.
                 if sent.kind in ("pickle", "known") and own is not _MISSING and not callable(own):
                     self._warn(module, path, own, "each derives it from its own rank, or by functions that read it")
@@ -508,6 +512,10 @@ class _Receiver:
             )
         found = _sent_object(own, _Limit(_MOST_IN_ALL))
         return found[:2] == sent[:2]
+
+    def _has_same_contents(self, own: Any, sent: _Sent) -> bool:
+        pickles = (_sent_object(value, _Limit(_MOST_IN_ALL)) for value in (own, self._unpickled(sent.value)))
+        return next(pickles)[:2] == next(pickles)[:2]
 
     def _set_sent(
         self, owner: Any, name: str, own: Any, sent: _Sent, put: Callable[[Any], object], *, imports: bool
