@@ -50,9 +50,9 @@ def script_values(
     """Return plain values, containers and objects of the script's classes, small ones only, by path.
 
     These are class attributes of the classes of modules, criterion, optimizers and callbacks, and the globals, outer
-    variables, attributes of functions and defaults that are containers, which their methods and :func:`given_functions`
-    use, also within functions that they call. Of other values, those for which ``adds`` returns True. ``also``: other
-    functions of the script, and objects of its classes.
+    variables, attributes of functions, modules and other classes, and defaults that are containers, which their methods
+    and :func:`given_functions` use, also within functions that they call. Of other values, those for which ``adds``
+    returns True. ``also``: other functions of the script, and objects of its classes.
     """
     found: dict[str, ScriptValue] = {}
     given = map(_inner, [*given_functions(loop).values(), *also])
@@ -89,9 +89,16 @@ def script_values(
         for name, value in used.items():
             # An outer variable may have the name of a global.
             of = function.__module__ + (".<locals>" if isinstance(holders[name], types.CellType) else "")
-            if isinstance(value, types.ModuleType) and is_users(value.__name__):
-                inner_values = [vars(value).get(inner) for inner in names]
-                functions.extend(one for one in inner_values if isinstance(one, types.FunctionType))
+            home = value.__module__ if isinstance(value, type) else getattr(value, "__name__", "")
+            if isinstance(value, (types.ModuleType, type)) and is_users(home):
+                path = f"{home}.{value.__name__}" if isinstance(value, type) else home
+                holder = value if isinstance(value, type) else vars(value)
+                for inner, held in [(inner, vars(value)[inner]) for inner in names if inner in vars(value)]:
+                    called = getattr(held, "__func__", held)  # of static and class methods
+                    if isinstance(called, types.FunctionType):
+                        functions.append(called)
+                    elif not inner.startswith("__"):
+                        add(f"{path}.{inner}", ScriptValue(holder, inner, held))
             elif isinstance(value, types.FunctionType) and is_users(value.__module__):
                 functions.append(value)
             else:
