@@ -248,10 +248,10 @@ FOREIGN: dict[str, str] = {
     "train_loop/training/gradients.py": "_per_optimizer_states",
     "train_loop/training/trained.py": "_get_default_store",
     "train_loop/training/whole_step.py": "_backward_hooks _dynamo _has_any_global_hook _post_accumulate_grad_hooks",
-    "_transfer/classes.py": "_DYNAMIC_CLASS_TRACKER_BY_ID _lookup_class_or_track",
+    "_transfer/classes.py": "_DYNAMIC_CLASS_TRACKER_BY_ID _lookup_class_or_track _value_",
     "_transfer/pickling.py": (
-        "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID _extra_reducers _untyped_storage _utils "
-        "_validate_loaded_sparse_tensors"
+        "_DYNAMIC_CLASS_TRACKER_BY_CLASS _DYNAMIC_CLASS_TRACKER_BY_ID _extra_reducers _GeneratorContextManager "
+        "_untyped_storage _utils _validate_loaded_sparse_tensors"
     ),
     "_transfer/torch_objects.py": (
         "_inject_new_class _inject_property _rebuild_tensor_v3 _torchdynamo_orig_callable _utils"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copyreg
 import ctypes
 import functools
 import hashlib
@@ -22,6 +23,7 @@ import pickle
 import sys
 import threading
 import types
+import typing
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -34,7 +36,7 @@ from numpy.lib.stride_tricks import as_strided
 from torch.multiprocessing.reductions import rebuild_storage_fd, reduce_storage
 from torch.utils.data import DataLoader
 
-from trainloop._transfer.classes import reduce_class
+from trainloop._transfer.classes import reduce_class, reduce_named_type
 from trainloop._transfer.pages import anonymous_file, write_all
 from trainloop._transfer.torch_objects import compile_context_of, reduce_compiled_function, reducer_for
 
@@ -148,13 +150,21 @@ class Pickler(cloudpickle.Pickler):
 
     def _reduce_cached(self, function: Any) -> Any:
         """Return the reduction of a function with ``functools.cache``, which functools itself sends by name."""
-        self._note_definition(function)
-        name = function.__module__
+        if self._has_name(function, function.__qualname__):
+            return NotImplemented
+        return _cached, (function.__wrapped__, function.cache_parameters())
+
+    def _reduce_named_type(self, obj: Any) -> Any:
+        return NotImplemented if self._has_name(obj, obj.__name__) else reduce_named_type(obj)
+
+    def _has_name(self, obj: Any, qualname: str) -> bool:
+        """Return True if a new process finds an object in its module, by its name."""
+        self._note_definition(obj)
+        name = obj.__module__
         if name != "__main__" and name not in cloudpickle.list_registry_pickle_by_value():
             with contextlib.suppress(AttributeError):
-                if operator.attrgetter(function.__qualname__)(sys.modules.get(name)) is function:
-                    return NotImplemented
-        return _cached, (function.__wrapped__, function.cache_parameters())
+                return operator.attrgetter(qualname)(sys.modules.get(name)) is obj
+        return False
 
     def _note_definition(self, obj: Any) -> None:
         """Record definitions of ``__main__``; let a module that a new process can't import be sent by value."""
@@ -162,7 +172,7 @@ class Pickler(cloudpickle.Pickler):
         if not isinstance(name, str):
             return
         if name == "__main__":
-            qualname = obj.__qualname__
+            qualname = getattr(obj, "__qualname__", obj.__name__)
             if "." not in qualname and getattr(sys.modules["__main__"], qualname, None) is obj:
                 self.main_names[qualname] = obj
         elif name not in self._by_value:
@@ -250,9 +260,24 @@ def _reducer_of(kind: type) -> Callable[[Pickler, Any], Any] | None:
     # it starts. The exceptions are sockets and methods, which its module `reduction` handles.
     theirs = ForkingPickler._extra_reducers.get(kind)  # type: ignore[attr-defined]
     if theirs is None or not theirs.__module__.startswith("multiprocessing.") or "reduction" in theirs.__module__:
-        return reducer_for(kind)
+        return reducer_for(kind) or _reducer_of_sentinels(kind)
     by_descriptor = theirs.__module__ in ("multiprocessing.connection", "multiprocessing.heap")
     return lambda pickler, obj: theirs(obj) if pickler.hands_on or not by_descriptor else _refuse_pickling(pickler, obj)
+
+
+def _reducer_of_sentinels(kind: type) -> Callable[[Pickler, Any], Any] | None:
+    """Return the reducer of a class whose module has its objects, which are compared by ``is``: dataclasses.MISSING."""
+    is_plain = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+    if not is_plain or kind in copyreg.dispatch_table or kind.__module__ == "__main__":
+        return None
+    module = sys.modules.get(kind.__module__)
+    named = {id(value) for value in list(vars(module).values()) if type(value) is kind} if module is not None else set()
+
+    def reduce(pickler: Pickler, obj: Any) -> Any:
+        has_state = id(obj) not in named or object.__reduce_ex__(obj, 4)[2] is not None
+        return NotImplemented if has_state else _reduce_by_name(pickler, obj)
+
+    return reduce if named else None
 
 
 def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
@@ -266,8 +291,31 @@ def _reduce_cached_property(pickler: Pickler, found: functools.cached_property[A
     return functools.cached_property, (found.func,), {k: v for k, v in vars(found).items() if k != "lock"}
 
 
-def _reduce_weak_keys(pickler: Pickler, mapping: weakref.WeakKeyDictionary[Any, Any]) -> Any:
+def _reduce_weak_dict(pickler: Pickler, mapping: Any) -> Any:
     return type(mapping), (), None, None, iter(list(mapping.items()))
+
+
+def _reduce_weak_set(pickler: Pickler, items: weakref.WeakSet[Any]) -> Any:
+    return type(items), (), list(items), None, None, type(items).update
+
+
+def _reduce_context_manager(pickler: Pickler, manager: Any) -> Any:
+    """Send a call of a ``contextlib.contextmanager``; as a decorator, it is called again for each use."""
+    if inspect.getgeneratorstate(manager.gen) != inspect.GEN_CREATED:
+        return NotImplemented
+    return type(manager), (manager.func, manager.args, manager.kwds)
+
+
+def _reduce_context_variable(pickler: Pickler, variable: contextvars.ContextVar[Any]) -> Any:
+    """Send a variable of the script with its default and its value."""
+    if (named := _reduce_by_name(pickler, variable)) is not NotImplemented:
+        return named
+    default, values = {}, []
+    with contextlib.suppress(LookupError):
+        default["default"] = contextvars.Context().run(variable.get)
+    with contextlib.suppress(LookupError):
+        values = [variable.get()]
+    return _context_variable, (variable.name, default, values)
 
 
 def _reduce_proxy(pickler: Pickler, proxy: Any) -> Any:
@@ -277,7 +325,6 @@ def _reduce_proxy(pickler: Pickler, proxy: Any) -> Any:
 
 _BY_NAME = {
     object,
-    contextvars.ContextVar,
     threading.local,
     threading.Condition,
     threading.Event,
@@ -286,6 +333,7 @@ _BY_NAME = {
     type(threading.Lock()),
     type(threading.RLock()),
     torch.library.CustomOpDef,
+    torch.jit.ScriptFunction,
 }
 
 _of_modules: dict[int, tuple[object, str, str]] = {}  # by id: the object (so that the id stays its own), module, name
@@ -294,8 +342,8 @@ _of_modules: dict[int, tuple[object, str, str]] = {}  # by id: the object (so th
 def _reduce_by_name(pickler: Pickler, obj: object) -> Any:
     """Send an object by the name that a module gives it, as each process has its own; other objects by default.
 
-    A bare ``object()`` is a sentinel, which its library compares by ``is``. Locks, context variables and operators
-    (``torch.library.custom_op``) can't be sent.
+    A bare ``object()`` is a sentinel, which its library compares by ``is``. Locks, operators
+    (``torch.library.custom_op``) and functions in TorchScript can't be sent.
     """
     if id(obj) not in _of_modules:
         modules = [one for one in tuple(sys.modules.values()) if isinstance(one, types.ModuleType)]
@@ -370,6 +418,7 @@ def _reduce_memmap(array: np.memmap[Any, Any]) -> Any:
     return _memmap_of_file, (path, mode, place, high - low, array.dtype, array.shape, array.strides, start)
 
 
+_NAMED_TYPES = (typing.NewType, typing.ParamSpec, getattr(typing, "TypeVarTuple", typing.ParamSpec))  # since 3.11
 _SPECIAL: list[tuple[Any, Callable[[Any, Any], Any]]] = [
     ((type, types.FunctionType), lambda pickler, obj: pickler._reduce_definition(obj)),
     (types.CellType, lambda pickler, cell: (types.CellType, ())),  # the functions that have it send its contents
@@ -382,9 +431,14 @@ _SPECIAL: list[tuple[Any, Callable[[Any, Any], Any]]] = [
     ((torch.Stream, torch.Event), _refuse_pickling),  # their handles are valid in one process only
     (DataLoader, _without_iterator),
     (functools.cached_property, _reduce_cached_property),
-    (weakref.WeakKeyDictionary, _reduce_weak_keys),  # functools.singledispatch has one
+    # functools.singledispatch has one.
+    ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), _reduce_weak_dict),
+    (weakref.WeakSet, _reduce_weak_set),
     (weakref.ProxyTypes, _reduce_proxy),
     (types.GeneratorType, _reduce_generator),
+    (contextlib._GeneratorContextManager, _reduce_context_manager),
+    (contextvars.ContextVar, _reduce_context_variable),
+    (_NAMED_TYPES, lambda pickler, obj: pickler._reduce_named_type(obj)),
 ]
 
 
@@ -393,6 +447,13 @@ _SPECIAL: list[tuple[Any, Callable[[Any, Any], Any]]] = [
 
 def _attribute_of_module(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
+
+
+def _context_variable(name: str, default: dict[str, Any], values: Sequence[Any]) -> contextvars.ContextVar[Any]:
+    variable: contextvars.ContextVar[Any] = contextvars.ContextVar(name, **default)
+    for value in values:
+        variable.set(value)
+    return variable
 
 
 def _storage_from_buffer(buffer: Any, on_accelerator: bool) -> torch.UntypedStorage:

@@ -48,18 +48,28 @@ def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
 
 
 def _reduce_tensor(pickler: Any, tensor: torch.Tensor) -> Any:
-    """Pickle a tensor with its hooks, which torch omits, or with a dtype that only ``torch.load`` can read."""
+    """Pickle a tensor with its hooks or its subclass of Parameter, which torch omits, or with a dtype of torch.load."""
     hooks = {name: found for name in _TENSOR_HOOKS if (found := getattr(tensor, name, None))}
     hooks = hooks if tensor.is_leaf else {}
-    if not hooks and tensor.dtype not in _LOADED_ONLY:
+    kind = type(tensor)
+    is_own_kind = kind is not nn.Parameter and kind.__reduce_ex__ is nn.Parameter.__reduce_ex__
+    if not hooks and not is_own_kind and tensor.dtype not in _LOADED_ONLY:
         return NotImplemented
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "backward hook .* will not be serialized")
         rebuild, args, *_ = tensor.__reduce_ex__(4)
     if rebuild is getattr(torch._utils, "_rebuild_tensor_v3", None):
         rebuild = _rebuild_loaded_only
+    if is_own_kind:  # torch makes a plain Parameter of it
+        rebuild, args = _rebuild_as, (kind, rebuild, args)
     # Hooks are set once the tensor exists: a hook may refer to it.
     return rebuild, args, hooks or None, None, None, _set_hooks if hooks else None
+
+
+def _rebuild_as(kind: type, rebuild: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    made = rebuild(*args)
+    made.__class__ = kind
+    return made
 
 
 def _rebuild_loaded_only(storage: torch.UntypedStorage, *args: Any) -> torch.Tensor:

@@ -282,6 +282,9 @@ _ADVICE = {
     "_DispatchModule": (
         "An operator (torch.library.custom_op) can't be copied: define it in a module that the script imports."
     ),
+    "ScriptFunction": (
+        "A function in TorchScript can't be copied: define it in a module that the script imports, or use the original."
+    ),
     "Stream": f"A stream belongs to one process's GPU context: {_LAZILY}",
     "Event": f"An event belongs to one process: {_LAZILY}",
 }

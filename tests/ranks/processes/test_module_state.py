@@ -223,3 +223,74 @@ def test_what_the_script_sets_in_its_modules(tmp_path: Path) -> None:
     (one, pid), (two, other) = found["reloaded"]
     assert (one, two) == (-10, 2)  # reloading sets DEPTH again
     assert pid != other
+
+
+SETTINGS = """
+import os
+def load():
+    if int(os.environ.get("RANK", 0)) == 0:
+        pass  # what one process prints
+    return {"depth": 1}
+TABLE = load()
+CONFIG, SEEN = {"scale": 1}, []
+class Options:
+    scale = 1
+options = Options()
+def _reader(config):
+    return lambda: config["scale"]
+at_import = _reader(CONFIG)
+def set_scale(scale):
+    CONFIG["scale"] = options.scale = scale
+    SEEN.append(scale)
+"""
+SHARING_SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+import settings
+from settings import CONFIG, SEEN, TABLE, at_import, options, set_scale
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+set_scale(2)
+
+class Data(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return torch.full((8,), float(CONFIG["scale"])), torch.tensor(0)
+
+class Net(TTBasicModel):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(8, 3)
+    def forward(self, x):
+        return self.fc(x)
+    def get_loss(self, batch_data, criterion, device=None):
+        loss = super().get_loss(batch_data, criterion, device)
+        self.log("data", batch_data[0].mean())
+        self.log("options", options.scale)
+        return loss
+
+class Curriculum(AbstractCallback):
+    at_start = None
+    def on_train_begin(self):
+        self.at_start = at_import(), TABLE is settings.TABLE
+    def on_epoch_begin(self):
+        set_scale(self.train_loop_obj.epoch + 3)
+
+if __name__ == "__main__":
+    model, callback = Net(), Curriculum("curriculum")
+    loop = TrainLoop(model, DataLoader(Data(), 2), None, None, torch.optim.SGD(model.parameters(), 0.1),
+                     torch.nn.CrossEntropyLoss(), gpu_mode="ddp", devices=2)
+    loop.fit(num_epochs=2, callbacks=[callback])
+    print([callback.at_start, *(loop.history[name] for name in ("data", "options")), SEEN, CONFIG])
+"""
+
+
+def test_a_variable_that_the_script_and_its_module_share_is_one_object_in_ranks(tmp_path: Path) -> None:
+    for name, text in {"settings": SETTINGS, "script": SHARING_SCRIPT}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=200, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str([(2, True), [3.0, 4.0], [3.0, 4.0], [2, 3, 4], {"scale": 4}])
+    assert "UserWarning" not in done.stderr

@@ -35,10 +35,21 @@ class Meter:
 meter = Meter()
 
 
+class Totals:
+    """A class of the script that is no part of the loop."""
+
+    notes = 0
+
+    @staticmethod
+    def note() -> None:
+        Totals.notes += 1
+
+
 def note(value: float, recent: list[float] = []) -> None:  # noqa: B006
     """Called by a method, so that what it uses counts, too."""
     global count
     count += 1
+    Totals.note()
     note.last = value  # type: ignore[attr-defined]
     recent.append(value)
     meter.total += value
@@ -69,6 +80,7 @@ def changed(**ranks: Any) -> dict[str, Any]:
     global count, meter
     losses.clear()
     count, meter, Net.calls, means["y"] = 0, Meter(), 0, torch.zeros(())
+    Totals.notes = 0
     vars(note).clear()
     recent: list[float] = note.__defaults__[0]  # type: ignore[index]
     recent.clear()
@@ -91,6 +103,7 @@ def changed(**ranks: Any) -> dict[str, Any]:
         "outer": outer,
         "count": count,
         "calls": Net.calls,
+        "notes": Totals.notes,
         "mean": means["y"].item(),
         "total": meter.total,
         "values": meter.values,
@@ -103,7 +116,7 @@ def changed(**ranks: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", ["ddp", pytest.param("fsdp", marks=needs_fsdp_on_cpu)])
 def test_what_ranks_change_comes_back(mode: str) -> None:
     alone = changed()
-    assert len(alone["losses"]) == alone["count"] == 2
+    assert len(alone["losses"]) == alone["count"] == alone["notes"] == 2
     # One rank makes the same steps as one process.
     assert changed(gpu_mode=mode, accelerator="cpu", devices=1) == alone
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.machinery
 import importlib.util
@@ -213,6 +214,37 @@ def test_values_of_context_variables_and_of_thread_local_data_are_sent(
     with pytest.warns(UserWarning, match=r"context_of_a_user\.FUNCTIONS of this process can't be sent.*generator"):
         receive_modules(unsent)()
     assert again.FUNCTIONS.get() is not generator
+
+
+REGISTRIES = """
+import weakref
+
+class Layer:
+    made, by_name = weakref.WeakSet(), weakref.WeakValueDictionary()
+
+made, by_name = Layer.made, Layer.by_name
+"""
+
+
+def test_weak_registries_have_the_objects_of_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "registries_of_a_user.py").write_text(REGISTRIES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("registries_of_a_user")
+    layer, other, used = module.Layer(), module.Layer(), list[object]()
+    for name, one in {"layer": layer, "other": other}.items():
+        module.made.add(one)
+        module.by_name[name] = one
+    sent = dumped_modules([layer], used)
+    del sys.modules["registries_of_a_user"]
+    again = importlib.import_module("registries_of_a_user")  # as in a rank
+    mine = again.made, again.by_name
+    there = again.Layer()
+    receive_modules(sent)([there for _ in used])
+    gc.collect()
+    for owner in (again, again.Layer):
+        assert (list(owner.made), dict(owner.by_name)) == ([there], {"layer": there})
+        assert owner.made is mine[0]
+        assert owner.by_name is mine[1]
 
 
 LARGE = """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import dataclasses
 import enum
 import functools
 import gc
@@ -481,6 +483,104 @@ def test_code_that_runs_when_a_class_is_defined_does_not_run_there_again(monkeyp
         types.new_class("Other", (root,), {"key": "leaf's key"}, lambda own: own.update(label="other"))
 
 
+ENUMS = """
+import enum
+
+class Meta(enum.EnumMeta):
+    def __new__(metaclass, name, bases, namespace, **keywords):
+        made.append(name)
+        return super().__new__(metaclass, name, bases, namespace, **keywords)
+
+    def __len__(cls):
+        return 100
+
+made = []
+
+class Planet(enum.Enum, metaclass=Meta):
+    EARTH = (6.0, 2.0)
+    WORLD = EARTH
+    MARS = (1.0, 4.0)
+
+    def __init__(self, mass, radius):
+        self.mass, self.radius = mass, radius
+        made.append(self.name)
+
+class Level(int, enum.Enum):
+    LOW = 1, "low"
+    HIGH = 2, "high"
+
+    def __new__(cls, value, label):
+        self = int.__new__(cls, value)
+        self._value_, self.label = value, label
+        return self
+
+class Mode(enum.Flag):
+    READ = 1
+    WRITE = 2
+    BOTH = 3
+"""
+
+
+def test_enums_keep_members_attributes_aliases_combined_flags_and_metaclass(monkeypatch: pytest.MonkeyPatch) -> None:
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(ENUMS, scope)
+    scope["Planet"].MARS.moons = 2
+    names = ["Planet", "EARTH", "WORLD", "MARS"]
+    with pack([[scope[name] for name in ("Planet", "Level", "Mode")], scope["Planet"].EARTH, scope["made"]]) as payload:
+        tracker = transfer.pickling.cloudpickle.cloudpickle
+        monkeypatch.setattr(tracker, "_DYNAMIC_CLASS_TRACKER_BY_ID", {})  # as in a new process
+        (planet, level, mode), earth, made = payload.handle.open()
+        assert payload.handle.open()[1] is earth
+    assert made == scope["made"]
+    assert sorted(made) == sorted(names)
+    assert planet.WORLD is planet.EARTH is planet((6.0, 2.0)) is earth
+    assert (earth.mass, earth.radius, planet.MARS.moons) == (6.0, 2.0, 2)
+    assert len(planet) == 100
+    assert (level(2), level.HIGH.label, level.HIGH + 1) == (level.HIGH, "high", 3)
+    assert (mode.READ | mode.WRITE) is mode.BOTH
+    assert mode.BOTH.name == "BOTH"
+
+
+TYPES = """
+import contextlib, contextvars, typing
+
+Name = typing.NewType("Name", str)
+P = typing.ParamSpec("P")
+T = typing.TypeVar("T")
+
+class Wrapped(typing.Generic[P, T]):
+    pass
+
+@contextlib.contextmanager
+def counting(by):
+    counts.append(by)
+    yield
+
+counts = []
+
+@counting(2)
+def decorated():
+    return len(counts)
+
+unset, variable = contextvars.ContextVar("unset", default=1), contextvars.ContextVar("variable")
+variable.set(5)
+"""
+
+
+def test_types_with_names_only_decorating_context_managers_and_context_variables_of_main_are_sent() -> None:
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(TYPES, scope)
+    sent = [scope[name] for name in ("Name", "P", "Wrapped", "decorated", "unset", "variable")]
+    name, parameters, wrapped, decorated, unset, variable = there_and_back(sent)
+    assert (name.__name__, name.__supertype__, name.__module__, name("a")) == ("Name", str, "__main__", "a")
+    assert wrapped.__parameters__[0] is parameters
+    assert [decorated(), decorated()] == [1, 2]
+    assert contextvars.Context().run(unset.get) == unset.get() == 1
+    assert variable.get() == 5
+    with pytest.raises(LookupError):
+        contextvars.Context().run(variable.get)
+
+
 def test_cached_and_generic_functions_of_main_are_sent() -> None:
     code = """
 import functools
@@ -585,6 +685,14 @@ def test_a_sentinel_of_a_module_is_the_modules_own_there_and_others_stay_the_sam
     assert there["own"] is there["same"]
     assert there["own"] is not own
 
+    @dataclasses.dataclass
+    class Options:
+        lr: float
+
+    missing = dataclasses.MISSING  # of a class without state
+    kind, default = there_and_back((Options, missing))
+    assert dataclasses.fields(kind)[0].default is default is missing
+
 
 def test_locks_and_context_variables_of_a_module_are_the_modules_own_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -616,6 +724,18 @@ def test_a_generator_of_random_numbers_keeps_its_place() -> None:
     torch.rand(5, generator=generator)
     there = there_and_back(generator)
     assert torch.equal(torch.rand(3, generator=there), torch.rand(3, generator=generator))
+
+
+def test_weak_collections_refer_to_the_objects_that_are_sent_with_them() -> None:
+    key = Squares()
+    sent = key, weakref.WeakSet([key]), weakref.WeakValueDictionary(a=key), weakref.WeakKeyDictionary({key: 1})
+    there, items, values, keys = there_and_back(sent)
+    assert list(items) == [there]
+    assert dict(values) == {"a": there}
+    assert dict(keys) == {there: 1}
+    del there
+    gc.collect()
+    assert not len(items) + len(values) + len(keys)
 
 
 def test_a_proxy_refers_to_the_object_that_is_sent_with_it() -> None:

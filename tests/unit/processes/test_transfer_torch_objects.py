@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import threading
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +93,29 @@ def test_an_operator_of_the_script_is_named_with_what_to_do() -> None:
 
     with pytest.raises(UnpicklableError, match=r"An operator \(torch\.library\.custom_op\) .* define it in a module"):
         there_and_back(lambda: twice_here)
+
+
+SCRIPTED = """
+import torch
+
+def double(x: torch.Tensor, times: int = 2) -> torch.Tensor:
+    return times * x
+
+double = torch.jit.script(double)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+def test_a_scripted_function_is_its_modules_own_there_and_one_of_the_script_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scripted_of_a_user.py").write_text(SCRIPTED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    double = importlib.import_module("scripted_of_a_user").double
+    assert there_and_back([lambda: double])[0]() is double
+    monkeypatch.delitem(sys.modules, "scripted_of_a_user")
+    with pytest.raises(UnpicklableError, match="TorchScript can't be copied: define it in a module"):
+        there_and_back(torch.jit.trace(lambda x: x + 1, torch.ones(1)))
 
 
 def test_number_limits_travel() -> None:
@@ -358,6 +383,27 @@ class Masked(nn.Module):
     @staticmethod
     def halve(parameter: torch.Tensor) -> None:
         parameter.grad = parameter.grad / 2
+
+
+class Scaled(nn.Parameter):
+    def scaled(self) -> float:
+        return float(self.detach().sum() * self.scale)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_subclass_of_parameter_stays_one(hooked: bool) -> None:
+    weight: Any = Scaled(torch.ones(2))
+    weight.scale = 3
+    if hooked:
+        weight.register_hook(lambda grad: grad + 1)
+    model = nn.Module()
+    model.weight = weight
+    there, again = there_and_back([model, weight])
+    assert type(there.weight) is Scaled
+    assert there.weight is again
+    assert (again.scaled(), again.requires_grad, next(there.parameters()) is again) == (6.0, True, True)
+    again.sum().backward()
+    assert again.grad.tolist() == [1.0 + hooked] * 2
 
 
 def test_hooks_of_parameters_travel_with_them() -> None:

@@ -22,6 +22,7 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -48,7 +49,8 @@ _PYTHONS = frozenset({  # most values of libraries have these types
     *_ATOMS, dict, frozenset, list, set, tuple, types.BuiltinFunctionType, types.GetSetDescriptorType,
     types.MemberDescriptorType, types.MethodDescriptorType, types.ModuleType, types.WrapperDescriptorType,
 })  # fmt: skip
-_WITHOUT_STATE = ("typing", "__future__", "logging", "re", "abc", "_abc", "threading", "_thread", "weakref")
+_WITHOUT_STATE = ("typing", "__future__", "logging", "re", "abc", "_abc", "threading", "_thread")
+_WEAK = (weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _COMPILERS_OWN = re.compile(r"__\w*_\d")
 _MISSING = object()
 _OWN_FILE = ""
@@ -173,10 +175,10 @@ def _sent_value(value: Any, module: str, path: str, limit: _Limit) -> _Sent:
 
 
 def _is_own(value: Any) -> bool:
-    """Return True if each process has its own: a module, or a generator, which a rank seeds as the import does."""
+    """Return True if each process has its own: a module, a weak reference, or a generator, which imports seed."""
     # Not a constant: numpy.random is imported when it is first read, in 8 ms.
     generators = random.Random, np.random.Generator, np.random.RandomState, torch.Generator
-    return isinstance(value, (types.ModuleType, *generators))
+    return isinstance(value, (types.ModuleType, weakref.ref, weakref.finalize, *generators))
 
 
 def _sent_values(module: types.ModuleType, limit: _Limit) -> Iterator[tuple[str, _Sent]]:
@@ -460,7 +462,11 @@ class _Receiver:
                 if sent.value[2] == _OWN_FILE and type(module.__loader__) is _FILE_LOADER:
                     edited.append(path)  # the same function, with other code
                 continue
-            if not isinstance(own, types.FunctionType) and path in rank_dependent(module.__name__):
+            by_rank = not isinstance(own, types.FunctionType) and path in rank_dependent(module.__name__)
+            if by_rank and sent.kind == "known" and self._late is not None:
+                self._late.append((module, path))
+                continue
+            if by_rank and not (sent.kind == "known" and self._has_same_contents(own, sent)):
                 # Not a number, of which each rank has its own (RANK), nor what a decorator has made of a function.
                 if sent.kind in ("pickle", "known") and own is not _MISSING and not callable(own):
                     self._warn(module, path, own, "each derives it from its own rank, or by functions that read it")
@@ -506,6 +512,10 @@ class _Receiver:
             )
         found = _sent_object(own, _Limit(_MOST_IN_ALL))
         return found[:2] == sent[:2]
+
+    def _has_same_contents(self, own: Any, sent: _Sent) -> bool:
+        pickles = (_sent_object(value, _Limit(_MOST_IN_ALL)) for value in (own, self._unpickled(sent.value)))
+        return next(pickles)[:2] == next(pickles)[:2]
 
     def _set_sent(
         self, owner: Any, name: str, own: Any, sent: _Sent, put: Callable[[Any], object], *, imports: bool
@@ -560,9 +570,14 @@ class _Unpickler(StateUnpickler):
 def _merged(own: Any, new: Any, known: Container[int]) -> Any:
     """Write ``new`` into the object ``own``, to which other modules may refer; return the object to be used.
 
-    The work refers to objects with the ids ``known``: these are used themselves.
+    The work refers to objects with the ids ``known``: these are used themselves. A container gets their items, too.
     """
-    if type(own) is not type(new) or isinstance(own, type) or id(new) in known:
+    if type(own) is not type(new) or isinstance(own, type):
+        return new
+    if id(new) in known:
+        if type(own) in (dict, list, set) and own is not new:  # a closure or a default may refer to it
+            own.clear()
+            own.extend(new) if isinstance(own, list) else own.update(new)
         return new
     if isinstance(own, dict):
         items = {key: _merged(own[key], value, known) if key in own else value for key, value in dict.items(new)}
@@ -570,9 +585,10 @@ def _merged(own: Any, new: Any, known: Container[int]) -> Any:
         dict.update(own, items) if type(own) is not OrderedDict else own.update(items)
     elif isinstance(own, list) and type(own) is list:
         own[:] = new
-    elif type(own) in (set, bytearray):
+    elif type(own) in (set, bytearray, *_WEAK):
         own.clear()
-        own.update(new) if isinstance(own, set) else own.extend(new)
+        own.extend(new) if isinstance(own, bytearray) else own.update(new)
+        return own
     elif type(own).__reduce_ex__ is not object.__reduce_ex__ or hasattr(type(own), "__setstate__"):
         return new
     if type(getattr(own, "__dict__", None)) is dict and not callable(own):
@@ -581,4 +597,4 @@ def _merged(own: Any, new: Any, known: Container[int]) -> Any:
         attributes.clear()
         attributes.update(items)
         return own
-    return own if isinstance(own, dict | list | set | bytearray) else new
+    return own if isinstance(own, dict | list) else new

@@ -112,8 +112,12 @@ def sent_objects(loop: LoopState) -> list[object]:
         own = kept_attributes(one).values()
         data += [part for part in own if isinstance(part, (Dataset, Sampler)) and id(part) not in found]
         attributes += own
-    roots = {str(number): value for number, value in enumerate(attributes)}
-    return [*found.values(), *shared_parts(roots, {}).values()]
+    parts = shared_parts({str(number): value for number, value in enumerate(attributes)}, {})
+    # The script's functions are sent with the values that they use; a module may have them under its own name, too.
+    used = script_values(loop, adds=lambda value: True, also=[*data, *attributes, *parts.values()])
+    values = {path: own.value for path, own in used.items() if path.startswith("__main__.")}
+    parts |= shared_parts(values, {id(part): part for part in parts.values()})
+    return [*found.values(), *parts.values()]
 
 
 class CallerSide:

@@ -6,7 +6,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -44,15 +44,18 @@ class ScriptValue(NamedTuple):
             setattr(self.holder, self.name, value)
 
 
-def script_values(loop: LoopState, adds: Callable[[Any], bool] = lambda value: False) -> dict[str, ScriptValue]:
+def script_values(
+    loop: LoopState, adds: Callable[[Any], bool] = lambda value: False, also: Sequence[object] = ()
+) -> dict[str, ScriptValue]:
     """Return plain values, containers and objects of the script's classes, small ones only, by path.
 
     These are class attributes of the classes of modules, criterion, optimizers and callbacks, and the globals, outer
-    variables, attributes of functions and defaults that are containers, which their methods and :func:`given_functions`
-    use, also within functions that they call. Of other values, those for which ``adds`` returns True.
+    variables, attributes of functions, modules and other classes, and defaults that are containers, which their methods
+    and :func:`given_functions` use, also within functions that they call. Of other values, those for which ``adds``
+    returns True. ``also``: other functions of the script, and objects of its classes.
     """
     found: dict[str, ScriptValue] = {}
-    given = map(_inner, given_functions(loop).values())
+    given = map(_inner, [*given_functions(loop).values(), *also])
     functions = deque(one for one in given if isinstance(one, types.FunctionType))
 
     def add(path: str, own: ScriptValue) -> None:
@@ -62,7 +65,7 @@ def script_values(loop: LoopState, adds: Callable[[Any], bool] = lambda value: F
             if _is_light(own.value, [_MOST_ITEMS]) or adds(own.value):
                 found[path] = own
 
-    for path, cls in _classes_of(loop).items():
+    for path, cls in _classes_of(loop, also).items():
         for name, value in list(vars(cls).items()):
             if not name.startswith("__"):
                 add(f"{path}.{name}", ScriptValue(cls, name, value))
@@ -86,9 +89,16 @@ def script_values(loop: LoopState, adds: Callable[[Any], bool] = lambda value: F
         for name, value in used.items():
             # An outer variable may have the name of a global.
             of = function.__module__ + (".<locals>" if isinstance(holders[name], types.CellType) else "")
-            if isinstance(value, types.ModuleType) and is_users(value.__name__):
-                inner_values = [vars(value).get(inner) for inner in names]
-                functions.extend(one for one in inner_values if isinstance(one, types.FunctionType))
+            home = value.__module__ if isinstance(value, type) else getattr(value, "__name__", "")
+            if isinstance(value, (types.ModuleType, type)) and is_users(home):
+                path = f"{home}.{value.__name__}" if isinstance(value, type) else home
+                holder = value if isinstance(value, type) else vars(value)
+                for inner, held in [(inner, vars(value)[inner]) for inner in names if inner in vars(value)]:
+                    called = getattr(held, "__func__", held)  # of static and class methods
+                    if isinstance(called, types.FunctionType):
+                        functions.append(called)
+                    elif not inner.startswith("__"):
+                        add(f"{path}.{inner}", ScriptValue(holder, inner, held))
             elif isinstance(value, types.FunctionType) and is_users(value.__module__):
                 functions.append(value)
             else:
@@ -164,10 +174,10 @@ def _object_at(path: str) -> Any:
     return sys.modules.get(path) or getattr(sys.modules.get(module), name, None)
 
 
-def _classes_of(loop: LoopState) -> dict[str, type]:
+def _classes_of(loop: LoopState, also: Sequence[object] = ()) -> dict[str, type]:
     """Return the script's classes, by path; the second one of a name has a quote after it."""
     modules = [part for module in trained_modules(loop.model, loop.criterion) for part in module.modules()]
-    parts: list[Any] = [*modules, loop.criterion, *optimizers_of(loop.optimizer), *loop.callbacks]
+    parts: list[Any] = [*modules, loop.criterion, *optimizers_of(loop.optimizer), *loop.callbacks, *also]
     found: dict[str, type] = {}
     for cls in dict.fromkeys(cls for kind in dict.fromkeys(map(type, parts)) for cls in kind.__mro__):
         if is_users(cls.__module__):
