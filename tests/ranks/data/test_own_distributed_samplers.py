@@ -52,3 +52,17 @@ def test_a_shard_that_the_constructor_has_taken_is_warned_of_once(capfd: pytest.
 @pytest.mark.long
 def test_repeated_augmentation_is_warned_of_but_trains(capfd: pytest.CaptureFixture[str]) -> None:
     assert warnings_of(InIter(repeats=2), capfd) == 1
+
+
+@pytest.mark.long
+def test_a_shard_that_the_constructor_has_taken_is_warned_of_once_in_evaluations(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    loop = make_loop(gpu_mode="ddp", devices=2)
+    loop.validation_loader = DataLoader(DATA, 5, sampler=Shards())
+    loop.fit(num_epochs=2)
+    text = "validation_loader: Shards yields the same first batch on all ranks"
+    assert capfd.readouterr().err.count(text) == 1
+    loop.validation_loader = DataLoader(DATA, 5, sampler=InIter())
+    loop.evaluate_loss_on_validation_set()
+    assert not capfd.readouterr().err

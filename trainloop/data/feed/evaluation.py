@@ -83,6 +83,7 @@ class EvalFeed:
         self._exchange_ints = exchange_ints
         self._device = device
         self._contents: int | None = None
+        self._compared_shards = False
         self._workers_dataset = WorkersDataset(name)
 
     @property
@@ -125,7 +126,7 @@ class EvalFeed:
         """Yield this rank's batches of one pass: ``(batch_index, batch, size)``, indices ascending.
 
         A rank may have one batch more or fewer than others. Collective only at the end of a pass, where ranks that have
-        iterated the loader's sampler compare its order.
+        iterated the loader's sampler compare its order or, in the first pass, the shards that it gives them.
 
         Parameters
         ----------
@@ -147,6 +148,10 @@ class EvalFeed:
         digest = self._source.order_digest
         if digest is not None and self._world_size > 1 and self._exchange_ints is not None:
             loaders.check_orders(self._exchange_ints([digest]), self._users_loader, self._name)
+        own_shard = self._source.shard_digest
+        if own_shard is not None and not self._compared_shards and self._exchange_ints is not None:
+            self._compared_shards = True
+            loaders.warn_of_equal_shards(self._exchange_ints([own_shard]), self._users_loader, self._name, self._rank)
 
     def _own_batches(self) -> Iterator[tuple[tuple[int, int], Any]]:
         """Yield ``((batch_index, size), batch)`` of each round of ``world_size`` batches that has one for this rank."""

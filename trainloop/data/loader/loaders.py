@@ -332,7 +332,7 @@ def warn_of_equal_shards(digests: list[list[int]], loader: Any, name: str, rank:
         return
     kind = type(distributed_sampler(loader)).__name__
     warn_or_print(
-        f"{name}: {kind} yields the same first batch on all ranks, so they may train on the same samples. Each rank "
+        f"{name}: {kind} yields the same first batch on all ranks, so they may read the same samples. Each rank "
         f"has a copy of the {kind} that was created before fit, and the loop has set its attribute rank: read it in "
         "__iter__, not in the constructor. Or pass a sampler of the whole dataset, which trainloop splits over ranks. "
         "Ignore this if each rank is to augment the same samples."
