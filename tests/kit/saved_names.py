@@ -30,6 +30,7 @@ NAMES = {
     "trainloop.tabular.network:PictureNetwork",
     "trainloop.tabular.network:TextNetwork",
     "trainloop.tabular.targets:Target",
+    "trainloop.tuning.fitting:LoopModel",
     "trainloop.tuning.folds:Fold",
     "trainloop.tuning.result:BaggedPredictor",
     "trainloop.tuning.result:Trial",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,20 @@ class Outcome:
     """The trained model, on the CPU."""
     classes: list[Any] | None = None
     """Class of each column if the predictions are an estimator's class probabilities; otherwise None."""
+    stored: LoopModel | None = None
+    """The model with its loop's own functions for predictions; None if it has none."""
+
+
+@dataclass
+class LoopModel:
+    """A loop's trained model, with the functions by which the loop makes rows of the batches' predictions."""
+
+    model: Any
+    functions: dict[str, Any]
+    """``collate_batch_pred_fn`` and ``pred_transform_fn`` of the loop, without defaults."""
+
+
+_OF_ROWS = ("collate_batch_pred_fn", "pred_transform_fn")
 
 
 class EstimatorLoop:
@@ -159,7 +174,9 @@ def _fit_loop(loop: Any, fit_args: Mapping[str, Any] | None, params: Mapping[str
         )
     # The process that reads the result may have no GPU, and must not initialize one.
     model = loop.model.cpu()
-    return Outcome(score, predictions, model)
+    usual = {name: inspect.signature(TrainLoop).parameters[name].default for name in _OF_ROWS}
+    functions = {name: own for name, one in usual.items() if (own := getattr(loop, name, one)) is not one}
+    return Outcome(score, predictions, model, stored=LoopModel(model, functions) if functions else None)
 
 
 def _score(metric: Callable[..., Any], truth: Any, predictions: Any, classes: list[Any] | None = None) -> float:
@@ -252,11 +269,14 @@ def predict_with(model: Any, data: Any) -> Any:
     Parameters
     ----------
     model : object
-        A ``TTModel`` if ``data`` is a ``DataLoader`` or a dataset; an estimator if ``data`` is an array or a table.
+        A ``TTModel`` or a :class:`LoopModel` if ``data`` is a ``DataLoader`` or a dataset; an estimator if ``data`` is
+        an array or a table.
     """
+    model, functions = (model.model, model.functions) if isinstance(model, LoopModel) else (model, {})
     if hasattr(model, "get_predictions"):
         loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)
-        return by_column(as_rows, TrainLoop(model, None, progress_bar=False).predict_with_model(loader)[0])
+        loop = TrainLoop(model, None, progress_bar=False, **functions)
+        return by_column(as_rows, loop.predict_with_model(loader)[0])
     if hasattr(model, "predict_proba") and not _has_several_targets(model):
         return as_rows(model.predict_proba(data))
     return as_rows(model.predict(data))

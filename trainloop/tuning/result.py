@@ -15,7 +15,7 @@ from trainloop.extending import import_extra, path_of
 from trainloop.history import format_table, html_table
 from trainloop.resources import Plan
 from trainloop.tuning import fitting
-from trainloop.tuning.fitting import align, by_column, is_number
+from trainloop.tuning.fitting import LoopModel, align, by_column, is_number
 from trainloop.tuning.folds import Fold
 from trainloop.tuning.storage import read, read_checked, write_checked
 
@@ -155,7 +155,7 @@ class TuneResult:
                 f"trial {trial.number} is not the best trial, so its models were not kept. Use tune(..., keep='all')."
             )
         predictor = BaggedPredictor(lambda: [self._read_stored(path) for path in paths])
-        return predictor if lazy else BaggedPredictor(predictor.models)
+        return predictor if lazy else BaggedPredictor(predictor._read())
 
     def predictions_of(self, trial: Trial) -> Any:
         """Return a trial's predictions for the rows that its models did not train on.
@@ -330,15 +330,21 @@ class BaggedPredictor:
     @property
     def models(self) -> list[Any]:
         """The models of the bag."""
+        return [one.model if isinstance(one, LoopModel) else one for one in self._read()]
+
+    def _read(self) -> list[Any]:
+        """Return the models, each with its loop's functions if it has some; read them if they have not been read."""
         if callable(self._models):
             self._models = list(self._models())
         return self._models
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_models": self.models}
+        return {"_models": self._read()}
 
     def predict(self, data: Any) -> Any:
         """Return the mean prediction of the models, with a row for each row of ``data``.
+
+        Each model's predictions are made by the ``collate_batch_pred_fn`` and ``pred_transform_fn`` of its loop.
 
         Parameters
         ----------
@@ -355,14 +361,14 @@ class BaggedPredictor:
             knows, in sorted order. A model contributes 0 for classes that it does not
             know. If ``get_predictions`` returns a dict or a tuple of columns, so does this method.
         """
-        predictions = [fitting.predict_with(model, data) for model in self.models]
+        predictions = [fitting.predict_with(model, data) for model in self._read()]
         classes = [fitting.classes_of(model) for model in self.models]
         votes = all(map(fitting.predicts_classes, self.models))
         return by_column(lambda *rows: fitting.combine(rows, classes, votes=votes), *predictions)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the models into one file, atomically."""
-        write_checked(_path("save", path), *_WHAT, self.models, "models")
+        write_checked(_path("save", path), *_WHAT, self._read(), "models")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, trusted: bool = False) -> BaggedPredictor:

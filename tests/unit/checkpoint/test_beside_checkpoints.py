@@ -258,6 +258,20 @@ def test_state_of_a_dataset_that_reading_changes_is_named_once(tmp_path: Path, k
     assert len(found) == (kind != "none")
 
 
+def test_state_of_a_dataset_that_evaluations_change_is_named_once(tmp_path: Path) -> None:
+    loop = make_loop()
+    loop.validation_loader = DataLoader(Draws("of_torch"), 2)
+    found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=[saved(tmp_path)]))
+    assert [one.partition(". ")[0] for one in found] == ["the training changes validation_loader.dataset.of_torch"]
+
+
+def test_a_dataset_that_is_trained_on_and_evaluated_is_named_once(tmp_path: Path) -> None:
+    rows, loop = Draws("of_torch"), make_loop()
+    loop.train_loader, loop.validation_loader = DataLoader(rows, 2), DataLoader(rows, 2)
+    found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=[saved(tmp_path)]))
+    assert [one.partition(". ")[0] for one in found] == ["the training changes train_loader.dataset.of_torch"]
+
+
 class Counted(Sampler[int]):
     """Orders by the number of its passes, which no ``set_epoch`` sets."""
 

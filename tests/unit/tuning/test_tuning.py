@@ -29,6 +29,7 @@ from kit.saved_names import NAMES
 from kit.tuning_kinds import Scaled, make_scaled, rows
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from trainloop import TrainLoop, TTBasicModel
 from trainloop._support import scratch
 from trainloop.errors import CheckpointError, ConfigurationError, ResourceError, UnpicklableError
 from trainloop.resources import ResourceQuota, lease, plan
@@ -600,6 +601,39 @@ def test_a_predictor_survives_the_disk(tmp_path: Path) -> None:
     assert again.predict(rows(3)[0]).tolist() == bag.predict(rows(3)[0]).tolist() == [0.0, 1.0, 2.0]
     assert (len(again), repr(again)) == (2, "BaggedPredictor(2 of Scaled)")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["bag"]
+
+
+class Logarithms(TTBasicModel):
+    """Predicts the logarithm of its targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)[:, 0]
+
+
+def test_a_predictor_transforms_rows_as_the_loops_of_its_models_do(tmp_path: Path) -> None:
+    data = TensorDataset(torch.rand(12, 3), torch.rand(12))
+    units = [lambda batches: torch.cat(batches).exp(), lambda batches: torch.cat(batches).mul(2).exp()]
+    loops = []
+    for transform in units:
+        model, loader = Logarithms(), DataLoader(data, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = TrainLoop(
+            model, loader, loader, None, optimizer, torch.nn.MSELoss(), pred_transform_fn=transform, progress_bar=False
+        )
+        loops.append(loop)
+    found = [
+        fitting.fit(loop, fold=None, data=None, fit_args={"num_epochs": 1}, params={}, metric="val_loss")
+        for loop in loops
+    ]
+    BaggedPredictor([one.stored for one in found]).save(tmp_path / "bag")
+    bag = BaggedPredictor.load(tmp_path / "bag")
+    expected = np.mean([loop.predict_on_validation_set()[0].numpy() for loop in loops], axis=0)
+    np.testing.assert_array_equal(bag.predict(data), expected)
+    assert [type(model) for model in bag.models] == [Logarithms] * 2
 
 
 @pytest.mark.usefixtures("starts_processes")

@@ -96,7 +96,9 @@ class Beside:
         if of_rank:
             self._add_modules(loop, None)
             return
-        self._add_data(loop.train_loader)
+        seen: set[int] = set()
+        for name in ("train_loader", "validation_loader", "test_loader"):
+            self._add_data(name, getattr(loop, name), seen)
         if saved is not None:
             self._add_modules(loop, saved)
             self._add_others(loop)
@@ -246,22 +248,26 @@ class Beside:
             elif depth < 2 and not callable(value) and type(value).__module__.startswith((package, _SCHEDULERS)):
                 self._add_attributes(where, value, only_lost=only_lost, depth=depth + 1)
 
-    def _add_data(self, loader: Any) -> None:
-        """Add attributes of a loader, its dataset, samplers and functions; with workers, only of what is read here."""
+    def _add_data(self, whole: str, loader: Any, seen: set[int]) -> None:
+        """Add attributes of a loader, its dataset, samplers and functions; with workers, only of what is read here.
+
+        ``whole``: the loader's name. ``seen``: ids of what the loaders before it contain.
+        """
         loader = loader.loader if isinstance(loader, SplitBatches) else loader
         dataset = getattr(loader, "dataset", None)
         if has_state(loader) or (is_stream(loader) and has_state(dataset)):
             return
-        seen = {id(getattr(own, "own", own)) for own in generators_of(loader).values()}  # their states are saved
-        parts = [("train_loader", loader, 0), ("train_loader.dataset", dataset, 0)]  # the last one first
+        most = len(seen) + _MOST_PARTS
+        seen |= {id(getattr(own, "own", own)) for own in generators_of(loader).values()}  # their states are saved
+        parts = [(whole, loader, 0), (f"{whole}.dataset", dataset, 0)]  # the last one first
         if getattr(loader, "num_workers", 0):
             seen.add(id(dataset))
-            parts = [(f"train_loader.{name}", getattr(loader, name, None), 1) for name in ("sampler", "batch_sampler")]
+            parts = [(f"{whole}.{name}", getattr(loader, name, None), 1) for name in ("sampler", "batch_sampler")]
             for where, part in (("dataset", dataset), ("collate_fn", getattr(loader, "collate_fn", None))):
                 for name, value in getattr(part, "__dict__", {}).items():
                     if isinstance(value, SynchronizedBase):  # workers change it for all processes
-                        self._add(f"train_loader.{where}.{name}", value)
-        while parts and len(seen) < _MOST_PARTS:
+                        self._add(f"{whole}.{where}.{name}", value)
+        while parts and len(seen) < most:
             path, part, depth = parts.pop()
             with suppress(Exception):
                 parts += self._add_part_of_data(path, part, depth, seen)

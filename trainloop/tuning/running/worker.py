@@ -152,7 +152,7 @@ def _train_job(job: Job, folder: Path) -> None:
         outcome = fitting.fit(
             made, fold=fold, data=work["data"], fit_args=work["fit_args"], params=params, metric=work["metric"]
         )
-        write(folder / "model.pkl", outcome.model)
+        write(folder / "model.pkl", outcome.stored or outcome.model)
         write(folder / "predictions.pkl", outcome.predictions)
         result = {
             "score": outcome.score,
