@@ -140,12 +140,13 @@ def launch(
     environment = child_environment(None, ranks_per_node) if child_env is None else child_env
     kept = kept_here() if num_nodes == 1 and restart_policy is None else None
     used: list[object] = []
+    large: list[object] = []
     of_work = settings_of_work()
-    settings, modules, targets = dumped_settings(of_work), dumped_modules(known, used), targets_here()
+    settings, modules, targets = dumped_settings(of_work), dumped_modules(known, used, large), targets_here()
     meet = partial(meet_hosts, init_method, node_rank=node_rank, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
     with (
         _descriptors_explained(),
-        pack((function, used, of_work), roots=roots) as payload,
+        pack((function, used, of_work), roots=roots, large=large) as payload,
         meet(timeout_s=timeout_s) as hosts,
     ):
         run = RunSpec(

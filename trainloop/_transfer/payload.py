@@ -8,7 +8,7 @@ import mmap
 import os
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from typing import Any, NamedTuple
@@ -116,7 +116,7 @@ class Payload(NamedTuple):
 
 
 @contextlib.contextmanager
-def pack(obj: object, *, roots: dict[str, object] | None = None) -> Iterator[Payload]:
+def pack(obj: object, *, roots: dict[str, object] | None = None, large: Sequence[object] = ()) -> Iterator[Payload]:
     """Pickle ``obj`` into a file that any number of ranks of this node can map, in the block.
 
     There, large arrays and tensors of ``obj`` exist only once, in the file, which this process and the ranks map. They
@@ -129,6 +129,8 @@ def pack(obj: object, *, roots: dict[str, object] | None = None) -> Iterator[Pay
     roots : dict of str to object, optional
         Objects by the names that paths in an :class:`UnpicklableError` start with; by default the attributes of
         ``obj``.
+    large : sequence of objects
+        Values of variables that are not sent with their modules: functions by value that use them bring them.
 
     Raises
     ------
@@ -140,7 +142,7 @@ def pack(obj: object, *, roots: dict[str, object] | None = None) -> Iterator[Pay
         undo.callback(close_file, fd)
         with pickled_for_spawning() as descriptors:
             # The buffers are the owners of the memory that is mapped.
-            stream_size, buffers, copies = _pickled(obj, fd, {"": obj} if roots is None else roots)
+            stream_size, buffers, copies = _pickled(obj, fd, {"": obj} if roots is None else roots, large)
         pages = MovedPages(fd)
         undo.callback(pages.restore)
         handle = _lay_out(fd, stream_size, buffers, copies, pages)
@@ -148,12 +150,13 @@ def pack(obj: object, *, roots: dict[str, object] | None = None) -> Iterator[Pay
 
 
 def _pickled(
-    obj: object, fd: int, roots: dict[str, object]
+    obj: object, fd: int, roots: dict[str, object], large: Sequence[object]
 ) -> tuple[int, list[pickle.PickleBuffer], list[np.ndarray[Any, Any]]]:
     """Write the pickle stream; return its size, the buffers beside it, and the copies among these."""
     buffers: list[pickle.PickleBuffer] = []
     with open(fd, "wb", closefd=False, buffering=1 << 20) as file:
         pickler = Pickler(file, buffers.append)
+        pickler.large = frozenset(map(id, large))
         try:
             pickler.dump((obj, LateNames(pickler.main_names)))
         except Exception as error:  # whatever a user's __reduce__ or __getstate__ raises

@@ -25,7 +25,7 @@ import threading
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -91,6 +91,8 @@ class Pickler(cloudpickle.Pickler):
 
     keeps_shared = True
     """True if the reader shares user-shared memory with its own child processes."""
+    large: frozenset[int] = frozenset()
+    """``id`` of values of variables that are not sent with their modules: functions that use them bring them."""
     hands_on = True
     """True if this process, which has to hand on the descriptors of pipes and mappings, lives until all are read."""
 
@@ -139,6 +141,8 @@ class Pickler(cloudpickle.Pickler):
             context = compile_context_of(obj)
             if context is not None:
                 return reduce_compiled_function(obj, context)
+            if (module := self.module_of_variables(obj)) is not None:
+                reduced = _with_variables_of(module, reduced, self.large)
             return _with_shared_cells(obj, reduced) if obj.__closure__ else reduced
         if isinstance(obj, type) and isinstance(reduced, tuple):
             # A renamed class of C++, as torch.nn.attention.SDPBackend, is not found by its qualified name.
@@ -183,6 +187,16 @@ class Pickler(cloudpickle.Pickler):
                     self._by_value[name] = False  # keep the user's registration
                 else:
                     cloudpickle.register_pickle_by_value(module)
+
+    def module_of_variables(self, function: types.FunctionType) -> str | None:
+        """Return the module whose variables a function by value uses; ``None`` if the reader can't import it."""
+        name = function.__globals__.get("__name__", "__main__")
+        module = sys.modules.get(name) if name not in ("__main__", "__mp_main__") else None
+        if type(module) is not types.ModuleType or vars(module) is not function.__globals__:
+            return None
+        by_value = module.__name__ in cloudpickle.list_registry_pickle_by_value()
+        known = self._by_value.get(module.__name__) is False
+        return module.__name__ if not by_value and (known or self.is_importable(module)) else None
 
     def is_importable(self, module: types.ModuleType) -> bool:
         """Return True if a new process with this one's ``sys.path`` finds the module; checks the file system."""
@@ -456,6 +470,10 @@ def _context_variable(name: str, default: dict[str, Any], values: Sequence[Any])
     return variable
 
 
+def _function_of(module: str, code: types.CodeType, *others: Any) -> types.FunctionType:
+    return types.FunctionType(code, vars(importlib.import_module(module)), *others)
+
+
 def _storage_from_buffer(buffer: Any, on_accelerator: bool) -> torch.UntypedStorage:
     """Return a storage over ``buffer``'s own memory, or a copy on the rank's device."""
     nbytes = memoryview(buffer).nbytes
@@ -543,6 +561,17 @@ def _memmap_of_file(
 
 def _memoryview(buffer: Any, format: str, shape: tuple[int, ...]) -> memoryview:
     return memoryview(buffer).cast("B").cast(format, shape)  # type: ignore[call-overload]
+
+
+def _with_variables_of(module: str, reduced: Any, large: Container[int]) -> Any:
+    """Return cloudpickle's reduction of a function, with the variables of the reader's module.
+
+    cloudpickle sends copies of them, so that the module's other functions would not see what this one assigns.
+    """
+    _, (code, _, *others), (attributes, slots), *rest = reduced
+    brought = {name: value for name, value in slots["__globals__"].items() if id(value) in large}
+    slots = {**slots, "__globals__": brought, "_cloudpickle_submodules": []}
+    return _function_of, (module, code, *others), (attributes, slots), *rest
 
 
 def _with_shared_cells(function: types.FunctionType, reduced: Any) -> Any:

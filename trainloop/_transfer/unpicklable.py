@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -190,7 +191,8 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, value in (function.__kwdefaults__ or {}).items():
         yield f".<default {name}>", value
     yield from ((f".{name}", value) for name, value in vars(function).items())
-    if not cloudpickle.cloudpickle._should_pickle_by_reference(function):
+    by_name = cloudpickle.cloudpickle._should_pickle_by_reference(function)
+    if not by_name and Pickler(io.BytesIO()).module_of_variables(function) is None:
         names = cloudpickle.cloudpickle._extract_code_globals(function.__code__)
         scope = function.__globals__
         yield from ((f".<global {name}>", scope[name]) for name in names if name in scope)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit.sharded_models import FSDP
 
 MODULES = {
     "conf": """
@@ -294,3 +295,95 @@ def test_a_variable_that_the_script_and_its_module_share_is_one_object_in_ranks(
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str([(2, True), [3.0, 4.0], [3.0, 4.0], [2, 3, 4], {"scale": 4}])
     assert "UserWarning" not in done.stderr
+
+
+PARTS = {
+    "registry": """
+MODELS, HOOKS = {}, []
+def model(cls):
+    MODELS[cls.__name__] = cls
+    return cls
+def after(x):
+    return x
+""",
+    "layers": """
+import torch
+SEEN = {"penalty": 0.0}
+def penalty():
+    return SEEN["penalty"]
+def layer(size):
+    made = torch.nn.Linear(8, size)
+    made.register_forward_hook(lambda module, args, output: SEEN.update(penalty=output.square().mean()))
+    return made
+""",
+}
+USES = """
+import functools, sys
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader, TensorDataset
+import layers, registry
+from trainloop import TrainLoop, TTBasicModel
+
+FOUND, CALLS = {}, [0]
+
+def keep(module, args, output):
+    FOUND["output"] = output
+
+def count(x):
+    CALLS[0] += 1
+    FOUND["twice"] = 2 * x
+    return x
+
+def again(x):
+    CALLS.append(0)
+    return count(x)
+
+@registry.model
+class Net(TTBasicModel):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(layers.layer(5), nn.Linear(5, 3))
+        self.layers[1].register_forward_hook(keep)
+    def forward(self, x):
+        return self.layers(x)
+    def get_loss(self, batch_data, criterion, device):
+        loss = super().get_loss(batch_data, criterion, device)
+        registry.HOOKS[0](registry.after(loss))
+        return FOUND["twice"] + FOUND["output"].square().mean() + layers.penalty()
+
+def trained(mode, fits=1):
+    torch.manual_seed(0)
+    model = registry.MODELS["Net"]()
+    data = TensorDataset(torch.randn(24, 8), torch.randint(3, (24,)))
+    ranks = 1 if mode == "single" else 2
+    loop = TrainLoop(
+        model, DataLoader(data, 8 // ranks), optimizer=optim.SGD(model.parameters(), lr=0.1),
+        criterion=nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu", devices=ranks, progress_bar=False,
+    )
+    with loop.ranks():
+        for _ in range(fits):
+            loop.fit(num_epochs=1)
+    return loop.history["loss"]
+
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.float64)
+    registry.HOOKS.append(count)
+    registry.after = functools.wraps(registry.after)(again)
+    expected = trained("single", fits=2)
+    for mode in sys.argv[1:]:
+        CALLS[:] = [0]
+        torch.testing.assert_close(trained(mode, fits=2), expected, rtol=0, atol=1e-12)
+        assert CALLS == [12, *6 * [0]], CALLS  # rank 0 has three steps in each of the two fits
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["ddp", FSDP])
+def test_functions_and_classes_in_other_modules_share_their_variables_with_the_work(mode: str, tmp_path: Path) -> None:
+    for name, text in {**PARTS, "script": USES}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), mode], capture_output=True, text=True, timeout=200, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr

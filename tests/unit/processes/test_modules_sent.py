@@ -10,6 +10,7 @@ import pickle
 import sys
 import types
 from pathlib import Path
+from threading import Lock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 from trainloop._launch.script.assignments import assigned_in_libraries, assigned_names
 from trainloop._launch.script.module_state import dumped_modules, receive_modules
 from trainloop._launch.script.rank_names import rank_dependent
+from trainloop._transfer.pickling import pack_state, unpack_state
 from trainloop._transfer.users_modules import users_modules
 
 MODULE = """
@@ -281,3 +283,53 @@ def test_values_that_keep_those_of_the_import_are_named(tmp_path: Path, monkeypa
     assert [text.split()[0].partition(".")[2] for text in texts] == ["CONFIG", "TABLE", "WORDS"]
     assert "larger than 1 MiB" in texts[1]
     assert "derives it from its own rank" in texts[0]
+
+
+CLOSURES = """
+SEEN = {}
+
+def noting(name):
+    return lambda value: SEEN.update({name: value})
+
+def counting():
+    def count():
+        global calls
+        calls = globals().get("calls", 0) + 1
+    return count
+"""
+
+
+def test_a_function_without_a_name_has_the_variables_of_its_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "closures_of_a_user.py").write_text(CLOSURES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("closures_of_a_user")
+    note, count = unpack_state(pack_state([module.noting("x"), module.counting()]))
+    note(3)
+    count()
+    assert module.SEEN == {"x": 3}
+    assert module.calls == 1
+
+
+def test_definitions_of_the_script_in_modules_are_sent_with_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "registry_of_a_user.py").write_text("MODELS = {}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("registry_of_a_user")
+    script, lock = sys.modules["__main__"], Lock()
+    net = type("Net", (), {"__module__": "__main__"})
+    hook = types.FunctionType((lambda: None).__code__, vars(script), "hook")
+    broken = types.FunctionType((lambda: lock).__code__, vars(script), "broken", None, (types.CellType(lock),))
+    vars(module).update(MODELS={"net": net}, hook=hook, broken=broken)
+    used: list[object] = []
+    dumped = dumped_modules((), used)
+    assert {net, hook} <= set(used)
+    assert broken not in used
+    vars(module).update(MODELS={}, hook=None)
+    finders = [finder for finder in sys.meta_path if finder is importlib.machinery.PathFinder]  # without pytest's
+    monkeypatch.setattr(sys, "meta_path", finders)
+    receive_modules(dumped, warns=False)(used)
+    assert vars(module)["MODELS"]["net"] is net
+    assert vars(module)["hook"] is hook

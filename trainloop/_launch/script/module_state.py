@@ -73,7 +73,9 @@ class _Sent(NamedTuple):
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def dumped_modules(known: Sequence[object] = (), used: list[object] | None = None) -> bytes:
+def dumped_modules(
+    known: Sequence[object] = (), used: list[object] | None = None, large: list[object] | None = None
+) -> bytes:
     """Return a description of the state of the user's modules, for :func:`receive_modules` in a rank.
 
     Parameters
@@ -81,10 +83,15 @@ def dumped_modules(known: Sequence[object] = (), used: list[object] | None = Non
     known : sequence of objects
         Objects that are sent with the work. Variables that refer to them do so in the rank, too.
     used : list, optional
-        Receives those to which variables refer, which the rank passes to the result of :func:`receive_modules`.
+        Receives those to which variables refer, which the rank passes to the result of :func:`receive_modules`. The
+        script's functions and classes are among them: they must be in one pickle with those of the work, or they would
+        have other global variables than these.
+    large : list, optional
+        Receives the values that are too large.
     """
     users = users_modules()
     limit = _Limit(_MOST_IN_ALL, known, used)
+    limit.large = limit.large if large is None else large
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # objects may warn if their attributes are read or pickled
         found = {name: dict(_sent_values(module, limit)) for name, module in users.items()}
@@ -97,10 +104,14 @@ def dumped_modules(known: Sequence[object] = (), used: list[object] | None = Non
 
 
 class SentModules:
-    """The state of the user's modules in a pickle: unpickling calls :func:`receive_modules`, and returns its result."""
+    """The state of the user's modules in a pickle: unpickling calls :func:`receive_modules`, and returns a callable.
+
+    It takes no arguments, and is to be called once the rest of the pickle has been read.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return receive_modules, (dumped_modules(),)
+        used: list[object] = []
+        return _received, (dumped_modules((), used), used)
 
 
 class LoadedCode:
@@ -170,7 +181,7 @@ def _patches(users: Mapping[str, types.ModuleType]) -> Iterator[tuple[str, str, 
 
 def _sent_value(value: Any, module: str, path: str, limit: _Limit) -> _Sent:
     if isinstance(value, (*_FUNCTIONS, *_METHODS)):
-        return _sent_function(value, module, path, getattr(sys.modules[module], "__file__", None))
+        return _sent_function(value, module, path, getattr(sys.modules[module], "__file__", None), limit)
     return _Sent("atom", value) if type(value) in _ATOMS else _sent_object(value, limit)
 
 
@@ -192,7 +203,7 @@ def _sent_values(module: types.ModuleType, limit: _Limit) -> Iterator[tuple[str,
         elif isinstance(value, threading.local):
             yield path, _sent_object(vars(value), limit)
         elif isinstance(value, (*_FUNCTIONS, *_METHODS)):
-            sent = _sent_function(value, name, path, file)
+            sent = _sent_function(value, name, path, file, limit)
             # Import hooks, such as pytest's, change the code; ranks may import the module without them.
             yield path, sent if type(module.__loader__) is _FILE_LOADER else sent._replace(value=sent.value[:4])
         elif not _is_own(value) and type(value).__module__.partition(".")[0] not in _WITHOUT_STATE:
@@ -216,7 +227,7 @@ def _values_by_path(namespace: Mapping[str, Any], module: str, prefix: str = "")
             yield from _values_by_path(vars(value), module, f"{path}.")
 
 
-def _sent_function(value: Any, module: str, path: str, file: str | None) -> _Sent:
+def _sent_function(value: Any, module: str, path: str, file: str | None, limit: _Limit) -> _Sent:
     description = _description(value, file)
     made_by = description[2]
     own = description[:2] == (module, path)
@@ -226,10 +237,13 @@ def _sent_function(value: Any, module: str, path: str, file: str | None) -> _Sen
     if not own and _resolved(*description[:2]) is value:
         return _Sent("function", description)
     file_ = io.BytesIO()
+    pickler = _ObjectPickler(limit, file_)
     try:
-        Pickler(file_).dump(_copied_function(value))
+        pickler.dump(value if getattr(value, "__module__", None) == "__main__" else _copied_function(value))
     except Exception as error:  # whatever is in a closure
         return _Sent("function", description, str(error))
+    if pickler.kind == "known":
+        return _Sent("known", file_.getvalue())
     return _Sent("function", description, file_.getvalue())
 
 
@@ -294,14 +308,24 @@ class _Limit(io.RawIOBase):
 
     def __init__(self, left: int, known: Sequence[object] = (), used: list[object] | None = None) -> None:
         self.left = left
+        self.large: list[object] = []
+        """Values that were too large."""
         self.known = {id(obj): obj for obj in known}
-        self.used: list[object] = [] if used is None else used
+        self.used = used
         self.numbers: dict[int, int] = {}
         """Positions in ``used``, by the objects' ids."""
         self.importable: dict[str, bool] = {}
         """Whether new processes find a module, which the values share: it is looked up in the file system."""
         self.parts: list[bytes] = []
         """What one value has written so far."""
+
+    def is_known(self, obj: Any) -> bool:
+        """Return True if an object is sent with the work: it is one of ``known``, or a definition of the script."""
+        if self.used is not None and id(obj) not in self.known and isinstance(obj, (types.FunctionType, type)):
+            own = getattr(obj, "__globals__", None) is vars(sys.modules["__main__"])
+            if (own or obj.__module__ == "__main__") and _can_be_sent(obj):
+                self.known[id(obj)] = obj
+        return self.used is not None and id(obj) in self.known
 
     def write(self, data: Any) -> int:
         view = data.raw() if isinstance(data, pickle.PickleBuffer) else memoryview(data)
@@ -320,18 +344,27 @@ class _TooLargeError(Exception):
     pass
 
 
+def _can_be_sent(obj: object) -> bool:
+    try:
+        Pickler(io.BytesIO(), lambda buffer: None).dump(obj)
+    except Exception:  # whatever is in a closure or a global variable
+        return False
+    return True
+
+
 class _ObjectPickler(Pickler):
     keeps_shared = False
 
-    def __init__(self, limit: _Limit) -> None:
-        super().__init__(limit)
+    def __init__(self, limit: _Limit, file: Any = None) -> None:
+        super().__init__(limit if file is None else file)
         self._limit = limit
         self._importable = limit.importable
         self.kind = "pickle"
 
     def persistent_id(self, obj: Any) -> int | None:
-        if id(obj) not in self._limit.known:
+        if not self._limit.is_known(obj):
             return None
+        assert self._limit.used is not None
         self.kind, numbers = "known", self._limit.numbers
         if id(obj) not in numbers:
             numbers[id(obj)] = len(numbers)
@@ -351,6 +384,7 @@ def _sent_object(value: Any, limit: _Limit) -> _Sent:
         pickler.dump(value)
         return _Sent(pickler.kind, limit.taken())
     except _TooLargeError:
+        limit.large.append(value)
         reason = "it is larger than 1 MiB" if limit.left >= 0 else "all such values together are larger than 16 MiB"
         # The order of a set differs between processes.
         begins = 0 if isinstance(value, (set, frozenset)) else zlib.crc32(b"".join(limit.parts)[:_MOST_BYTES])
@@ -394,6 +428,10 @@ def receive_modules(dumped: bytes, device: torch.device | None = None, warns: bo
         if name in sys.modules:
             receiver.write(sys.modules[name])
     return receiver.finish
+
+
+def _received(dumped: bytes, used: Sequence[object]) -> Callable[[], None]:
+    return partial(receive_modules(dumped), used)
 
 
 class _NotImportedError(Exception):
