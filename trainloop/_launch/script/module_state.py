@@ -467,12 +467,13 @@ class _Receiver:
         return None
 
     def _write_after(self, loader: Any) -> None:
-        execute: Any = getattr(loader, "exec_module", None)
+        execute: Any = getattr(type(loader), "exec_module", None)
 
-        def exec_module(module: types.ModuleType) -> None:
-            del loader.exec_module
-            execute(module)
-            self.write(module)
+        def exec_module(module: types.ModuleType) -> None:  # an import hook may have one loader for several modules
+            vars(loader).pop("exec_module", None)
+            execute(loader, module)
+            if module.__name__ in self.sent:
+                self.write(module)
 
         if execute is not None and not isinstance(loader, type):
             with contextlib.suppress(AttributeError):  # a loader without attributes of its own: written at the end
