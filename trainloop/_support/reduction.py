@@ -347,7 +347,13 @@ def _graph_of(tensor: Tensor) -> Any:
 
 
 def in_place_of(loss: Tensor, output: Tensor) -> Tensor:
-    """Let a tensor that a wrapper has made of a loss be read like the loss itself: by its graph and its divisor."""
+    """Let a tensor that a wrapper has made of a loss be read like the loss itself: by its graph and its divisor.
+
+    A subclass of ``Tensor``, such as MONAI's ``MetaTensor``, may copy its attributes to each result, which fails for a
+    graph. So its tensor becomes a plain one.
+    """
+    if type(loss) is not Tensor:
+        loss = loss.as_subclass(Tensor)
     loss.trainloop_graph = _graph_of(output)  # type: ignore[attr-defined]
     return attach_divisor(loss, divisor_of(output))
 

@@ -309,6 +309,26 @@ def test_a_division_tells() -> None:
     assert not rule(loss)
 
 
+class CopiesAttributes(Tensor):
+    """Gives a copy of its attributes to each result, like MONAI's MetaTensor."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, Tensor) and isinstance(args[0], Tensor):
+            vars(result).update(copy.deepcopy(vars(args[0])))
+        return result
+
+
+def test_a_loss_that_copies_its_attributes_can_be_read_in_place_of_another() -> None:
+    loss = (torch.ones(4, requires_grad=True) * 2).mean().as_subclass(CopiesAttributes)
+    added = in_place_of(loss + torch.zeros(()), loss)
+    assert not added.detach().requires_grad
+    rule = sum_rule(None, nn.MSELoss(reduction="sum"))
+    assert rule is not None
+    assert rule(added) == rule(loss)
+
+
 def test_what_several_wrappers_make_of_a_loss_is_read_like_the_loss() -> None:
     """As in ddp with find_unused_parameters, whose wrapper adds to the loss and returns another tensor of it."""
     rule = sum_rule(None, nn.MSELoss(reduction="sum"))
