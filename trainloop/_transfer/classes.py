@@ -32,7 +32,8 @@ def reduce_class(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     namespace = {**namespace, "__qualname__": kind.__qualname__}
     if "__slots__" in vars(kind) and not issubclass(kind, tuple):  # a tuple has no slots of its own
         namespace["__slots__"] = vars(kind)["__slots__"]
-    return _made, (_maker(metaclass), metaclass, name, bases, namespace, tracker_id, _hooked(kind)), *rest
+    made = (tracker_id, _hooked(kind), _class, _maker(metaclass), metaclass, name, bases, namespace)
+    return _made, made, *rest
 
 
 def _maker(metaclass: type) -> type:
@@ -56,37 +57,22 @@ def _reduce_enum(kind: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
         for key, member in members.items()
     }
     values = {key: member._value_ for key, member in members.items()}
-    made = (_maker(type(kind)), type(kind), name, qualname, bases, values, module, tracker_id, _hooked(kind))
-    return _made_enum, made, (set_state, (namespace, slots), attributes), *rest, _set_enum
+    made = (tracker_id, _hooked(kind), _enum, _maker(type(kind)), type(kind), name, qualname, bases, values, module)
+    return _made, made, (set_state, (namespace, slots), attributes), *rest, _set_enum
 
 
 _MEMBER: Callable[[Any], Any] = getattr(enum, "member", lambda value: value)  # since Python 3.11
 
 
-def _made_enum(
-    maker: Any,
-    metaclass: type,
-    name: str,
-    qualname: str,
-    bases: tuple[type, ...],
-    values: dict[str, Any],
-    module: str,
-    tracker_id: str,
-    hooked: Sequence[type],
+def _enum(
+    maker: Any, metaclass: type, name: str, qualname: str, bases: tuple[type, ...], values: dict[str, Any], module: str
 ) -> type:
-    found: type | None = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
-    if found is not None:
-        return found
     namespace = maker.__prepare__(name, bases)
     for key, value in values.items():
         namespace[key] = _MEMBER(value) if callable(value) else value
-    with contextlib.ExitStack() as undo:
-        for base in hooked:
-            undo.enter_context(_unhooked(base))
-        made = maker.__new__(metaclass, name, bases, namespace)
+    made: type = maker.__new__(metaclass, name, bases, namespace)
     made.__module__, made.__qualname__ = module, qualname
-    tracked: type = cloudpickle._lookup_class_or_track(tracker_id, made)
-    return tracked
+    return made
 
 
 def _set_enum(kind: Any, state: Any) -> None:
@@ -96,15 +82,7 @@ def _set_enum(kind: Any, state: Any) -> None:
         vars(kind.__members__[key]).update(own)
 
 
-def _made(
-    maker: Any,
-    metaclass: type,
-    name: str,
-    bases: tuple[type, ...],
-    namespace: dict[str, Any],
-    tracker_id: str,
-    hooked: Sequence[type],
-) -> type:
+def _made(tracker_id: str, hooked: Sequence[type], make: Callable[..., type], *arguments: Any) -> type:
     """Make a class, or return the one that this process has under the same ID."""
     found: type | None = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
     if found is not None:
@@ -112,14 +90,18 @@ def _made(
     with contextlib.ExitStack() as undo:
         for base in hooked:
             undo.enter_context(_unhooked(base))
-        if maker is metaclass:  # no metaclass of the user's
-            made = types.new_class(name, bases, {"metaclass": metaclass}, lambda own: own.update(namespace))
-        else:  # as types.new_class does
-            resolved = types.resolve_bases(bases)
-            generic = {} if resolved is bases else {"__orig_bases__": bases}
-            made = maker.__new__(metaclass, name, resolved, {**namespace, **generic})
+        made = make(*arguments)
     tracked: type = cloudpickle._lookup_class_or_track(tracker_id, made)
     return tracked
+
+
+def _class(maker: Any, metaclass: type, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
+    if maker is metaclass:  # no metaclass of the user's
+        return types.new_class(name, bases, {"metaclass": metaclass}, lambda own: own.update(namespace))
+    resolved = types.resolve_bases(bases)  # as types.new_class does
+    generic = {} if resolved is bases else {"__orig_bases__": bases}
+    made: type = maker.__new__(metaclass, name, resolved, {**namespace, **generic})
+    return made
 
 
 @contextlib.contextmanager

@@ -106,7 +106,7 @@ def dumped_modules(
 class SentModules:
     """The state of the user's modules in a pickle: unpickling calls :func:`receive_modules`, and returns a callable.
 
-    It takes no arguments, and is to be called once the rest of the pickle has been read.
+    It takes no arguments, and must be called after the rest of the pickle has been read.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -338,7 +338,6 @@ def put_rank_states(loop: LoopState) -> None:
                 f"the last fit has left states of {len(states)} ranks for the callback {callback.callback_name}, but "
                 f"there are {loop.world_size} ranks now. All of them continue with rank 0's."
             )
-    loop.note(callbacks_of_ranks=[])
 
 
 def _report_other_criterion(loop: LoopState, state: dict[str, Any]) -> None:

@@ -282,7 +282,7 @@ class Training(Run):
             self._last_iteration = self._end_in_iterations()
         else:
             load.put_rank_states(loop)
-        loop.note(cut=None)
+        loop.note(cut=None, callbacks_of_ranks=[])
         if restarts is not None:
             restarts.begin()
         if resume is not None and restart is None:
