@@ -229,8 +229,8 @@ FOREIGN: dict[str, str] = {
     "parallel/replicas/attributes.py": "_version",
     "parallel/sharded/misuse.py": "_engine_run_backward _version",
     "parallel/sharded/undoing.py": (
-        "_composable_state _custom_op_handlers _execution_engine _fsdp_param_group _get_fsdp_state _unsharded_param "
-        "_local_scalar_dense _module_state_mapping _muon _op_dispatcher _zeropower_via_newtonschulz "
+        "_all_gather_result _composable_state _custom_op_handlers _execution_engine _fsdp_param_group _get_fsdp_state "
+        "_unsharded_param _local_scalar_dense _module_state_mapping _muon _op_dispatcher _zeropower_via_newtonschulz "
         "_module_to_pre_load_state_dict_hook_handle _module_to_pre_save_state_dict_hook_handle "
         "_post_forward_hook_handle _post_load_hook_handle _pre_forward_hook_handle _training_state"
     ),

@@ -37,6 +37,7 @@ from trainloop.parallel.sharded.misuse import (
 from trainloop.parallel.sharded.shards import References, is_sharded, stays_whole, storage_address
 from trainloop.parallel.sharded.undoing import (
     CompleteUnits,
+    GatheredUnits,
     can_undo,
     check_cpu,
     correct_operations,
@@ -241,6 +242,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
             value = partial(_of_first_rank, mesh=mesh, device=device) if sends else None
             _shard_unit(unit, {**further, **options}, value, restores=init_sync)
         self._tt_groups = [group for _, unit in units for group in parameter_groups(unit)]
+        self._tt_gathered = GatheredUnits(self._tt_groups if mesh.size(-1) > 1 else [])
         whole = [p for p in own_parameters(module) if stays_whole(p)]  # in one order on all ranks, unlike in a set
         if any(marks.values()):
             for name, p in module.named_parameters(remove_duplicate=False):
@@ -448,7 +450,7 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         reached = [id(p) in mine for p in shards]
         units = [{id(p.sharded_param) for p in group.fsdp_params} for group in self._tt_groups]
         runs = [i in order for i in range(len(units))]
-        digest = zlib.crc32(repr(order).encode())
+        digest = zlib.crc32(repr((order, self.take_gathered())).encode())
         numbers = [*reached, *runs, *(not one for one in runs), digest, -digest]
         flags = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=cpu_group())
@@ -465,13 +467,17 @@ class TTFullyShardedDataParallel(Transparent, nn.Module):
         elif highest != -lowest:
             what = "depend on the model's units in another order than those of other ranks"
         if what:
-            raise ConfigurationError(
-                f"gpu_mode='fsdp': the losses of some ranks {what}, so that ranks have exchanged different units. Let "
-                "each loss depend on all units, called in the same order: call each head, for example, and add 0 * "
-                "out.sum() for a head that a batch does not use. Or make them part of the root unit by "
-                "fit(fsdp_model_args={'shard': [Block]}), with the classes of the other units, [] for none. Or use "
-                "gpu_mode='ddp', ddp_model_args={'find_unused_parameters': True}."
-            )
+            raise _of_different_units(f"the losses of some ranks {what}")
+
+    def take_gathered(self) -> int:
+        """Return a number for the order in which this rank has gathered units since the last call."""
+        return self._tt_gathered.take()
+
+    def compare_gathered(self, everyone: Sequence[int]) -> None:
+        """Raise ConfigurationError if ranks have gathered different units; ``everyone``: all ranks' numbers."""
+        for ranks in self._tt_mesh.mesh.reshape(-1, self._tt_mesh.size(-1)).tolist():
+            if len({everyone[rank] for rank in ranks}) > 1:
+                raise _of_different_units("in an evaluation, some ranks have called other units than others")
 
     def watch_forwards(self, number: int) -> None:
         """Raise ConfigurationError if one of the next training forwards changes a parameter: such changes are lost."""
@@ -572,6 +578,16 @@ def _mesh(module: nn.Module, mesh: Any, replicas: Any) -> Any:
 
 def _device_of(mesh: Any) -> torch.device:
     return torch.device("cpu") if mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
+
+
+def _of_different_units(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"gpu_mode='fsdp': {what}, so that ranks have exchanged different units. Let each rank call all units, in the "
+        "same order, and each loss depend on them: for a head that a batch does not use, add 0 * head(x).sum() to the "
+        "loss. Or make them part of the root unit by fit(fsdp_model_args={'shard': [Block]}), with the "
+        "classes of the other units, [] for none. Or use gpu_mode='ddp', ddp_model_args={'find_unused_parameters': "
+        "True}."
+    )
 
 
 def _check_module(module: nn.Module) -> None:

@@ -51,7 +51,8 @@ class Heads(TTModel):
         return self.loss(*batch_data)
 
     def get_predictions(self, batch_data: Any, device: Any) -> Any:
-        raise NotImplementedError
+        x, is_left = batch_data
+        return self(x, bool(is_left[0])), x, {}
 
 
 class Adapter(nn.Module):
@@ -149,3 +150,38 @@ def test_ranks_that_run_units_in_another_order_are_an_error() -> None:
     data = TensorDataset(_data(32).tensors[0], (rank + batch) % 2 == 0)  # in each step, each rank uses both heads
     with pytest.raises(WorkerFailedError, match=r"in another order than those of other ranks, .*'shard': \[Block\]\}"):
         _trained(Heads("units"), data, 2, 2)
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict_with_model"])
+def test_ranks_that_evaluate_with_other_units_are_an_error(method: str) -> None:
+    """Units of one size would be mixed: each rank would evaluate with a half of each head."""
+    data = TensorDataset(_data(16).tensors[0], torch.arange(16, device="cpu") // SIZE % 2 == 0)
+    loop = TrainLoop(Heads("units"), None, gpu_mode="fsdp", accelerator="cpu", devices=2, progress_bar=False)
+    with pytest.raises(WorkerFailedError, match=r"in an evaluation, some ranks .*'shard': \[Block\]\}"):
+        getattr(loop, method)(DataLoader(data, SIZE))
+
+
+class Experts(Heads):
+    """Trains both heads, but evaluates with one."""
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        return sum(super(Experts, self).forward(x, one) for one in ([True, False] if self.training else [left]))
+
+
+def test_copies_of_a_sharded_model_may_evaluate_with_other_units() -> None:
+    """Only the ranks of one copy exchange parameters."""
+    data = TensorDataset(_data(32).tensors[0], torch.arange(32, device="cpu") // SIZE % 4 < 2)
+    losses = []
+    for mode in ({"gpu_mode": "single"}, {"gpu_mode": "fsdp", "accelerator": "cpu", "devices": 4}):
+        model = Experts("units")
+        loop = TrainLoop(
+            model,
+            DataLoader(data, 32 // mode.get("devices", 1)),
+            DataLoader(data, SIZE),
+            optimizer=_optimizer(model),
+            progress_bar=False,
+            **mode,
+        )
+        loop.fit(num_epochs=2, fsdp_model_args={"replicas": 2} if len(mode) > 1 else None)
+        losses.append(loop.history["val_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)

@@ -27,7 +27,7 @@ _NEEDED = {
     "torch.distributed._composable_state": ("_module_state_mapping",),
     "torch.distributed._composable.contract": ("REGISTRY_KEY", "STATE_KEY"),
     "torch.distributed.fsdp": ("FSDPModule",),
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group": ("FSDPParamGroup.post_backward",),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": ("FSDPParamGroup.post_backward", "FSDPParamGroup.unshard"),
     "torch.distributed.tensor": ("DTensor._op_dispatcher._custom_op_handlers",),
 }
 
@@ -198,6 +198,34 @@ def reduce_late_gradients(output: Any, groups: list[Any]) -> None:
     for tensor in tensors_of(output):
         if tensor.requires_grad:
             tensor.register_hook(queue)
+
+
+class GatheredUnits:
+    """Notes the order in which this rank gathers units.
+
+    Ranks that gather different units of equal sizes, as two experts, exchange their shards without an error from torch.
+
+    Parameters
+    ----------
+    groups : list
+        All ``FSDPParamGroup``s of a model.
+    """
+
+    def __init__(self, groups: list[Any]) -> None:
+        self._order = 0
+        for i, group in enumerate(groups):
+            group.unshard = partial(self._unshard, group, i, group.unshard)
+
+    def take(self) -> int:
+        """Return a number of at most 64 bits for the order since the last call; 0 if there is none."""
+        order, self._order = self._order, 0
+        return order
+
+    def _unshard(self, group: Any, index: int, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        before = group._all_gather_result
+        unshard(*args, **kwargs)
+        if group._all_gather_result is not before:  # otherwise, it is gathered already
+            self._order = hash((self._order, index))
 
 
 class CompleteUnits:

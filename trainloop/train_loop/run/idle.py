@@ -250,13 +250,18 @@ def _has_state(value: Any) -> bool:
 
 
 def padded_batches(
-    batches: Iterator[tuple[int, Any, int]], forward: Callable[[Any], Any], idle: Idle
+    batches: Iterator[tuple[int, Any, int]], forward: Callable[[Any], Any], idle: Idle, wrapper: Any
 ) -> Iterator[tuple[int, Any, int]]:
-    """Yield this rank's batches of an evaluation; run a dummy ``forward`` while other ranks have more. Collective."""
+    """Yield this rank's batches of an evaluation; run a dummy ``forward`` while other ranks have more. Collective.
+
+    Raises an error if ranks' forwards have gathered different units.
+    """
     last: Any = None
     while True:
         item = next(batches, None)
-        counts = [n for (n,) in distributed.exchange_ints([int(item is not None)])]
+        everyone = distributed.exchange_ints([int(item is not None), wrapper.take_gathered()])
+        counts, gathered = map(list, zip(*everyone))
+        wrapper.compare_gathered(gathered)
         if not any(counts):
             return
         if last is None and not all(counts):  # this rank may never have had a batch; all ranks enter this branch

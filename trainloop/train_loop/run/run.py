@@ -378,7 +378,7 @@ class Run:
         """If a forward is an exchange, return a function by which all ranks run the same number of forwards."""
         if not self.place.collective or not self.parallel:
             return None
-        return partial(padded_batches, forward=forward, idle=self.idle)
+        return partial(padded_batches, forward=forward, idle=self.idle, wrapper=self.place.wrapper)
 
     def _receivers(self, rows_to: str | None, *, by_hook: bool) -> Sequence[int]:
         """Return the ranks that get all rows of predictions; all of them if a hook predicts, on each rank."""
