@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from trainloop._support.distribution import import_extra
 from trainloop._support.platform import absolute_path
 from trainloop.callbacks.arguments import count_of
@@ -15,6 +13,7 @@ from trainloop.callbacks.base import AbstractCallback
 from trainloop.errors import ConfigurationError
 from trainloop.history import html_table
 from trainloop.optim import MultiOptimizer
+from trainloop.optim.optimizers import set_rate
 from trainloop.tools.trial import require_training_parts, trial_of, wrapper_args_of
 from trainloop.train_loop.execution.execute import untouched
 from trainloop.train_loop.loop import TrainLoop
@@ -167,10 +166,7 @@ class _Sweep(AbstractCallback):
 
     def _set_rates(self, rate: float) -> None:
         for group, ratio in zip(self.train_loop_obj.optimizer.param_groups, self.ratios, strict=True):
-            if isinstance(group["lr"], torch.Tensor):  # a capturable optimizer reads its rate on the device
-                group["lr"].fill_(rate * ratio)
-            else:
-                group["lr"] = rate * ratio
+            set_rate(group, rate * ratio)
 
     def on_after_optimizer_step(self) -> None:
         loop = self.train_loop_obj

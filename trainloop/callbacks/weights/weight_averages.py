@@ -19,6 +19,7 @@ from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import check_counts, check_flags, number_of
 from trainloop.callbacks.base import AbstractCallback, keeps_state, logs_nothing, require_loader
 from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.optim.optimizers import set_rate
 from trainloop.optim.parameters import note_registrations
 from trainloop.parallel.sharded.shards import full_tensor, is_sharded, local_shard, shard_like
 from trainloop.parallel.sync_batchnorm import BatchNorm
@@ -548,11 +549,7 @@ class StochasticWeightAveraging(WeightAverage):
         if self.anneal_strategy == "cos":
             share = (1 - math.cos(math.pi * share)) / 2
         for group, first in zip(groups, self.first_rates, strict=False):
-            rate = share * self.swa_lr + (1 - share) * first
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            set_rate(group, share * self.swa_lr + (1 - share) * first)
 
     @logs_nothing
     def on_epoch_end(self) -> None:
