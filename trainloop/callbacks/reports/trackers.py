@@ -28,10 +28,6 @@ class EpochValues:
         # The epoch that fit has cut, its step, and the lengths before its values: another call of fit may replace them.
         self._cut: tuple[int, int, dict[str, int]] | None = None
 
-    def clear(self) -> None:
-        """Forget which values have been sent; called before a new training."""
-        self._lengths, self._steps, self._cut = {}, {}, None
-
     def take(self, loop: Any) -> Iterator[tuple[int, int, dict[str, float]]]:
         """Yield ``(epoch, step, values)`` for each epoch that has new values. Called at ends of epochs and of training.
 
@@ -114,7 +110,7 @@ class Tracker(AbstractCallback):
     def reset(self) -> None:
         super().reset()
         self.run_id = None  # a new training starts a new run
-        self._epoch_values.clear()
+        self._epoch_values = EpochValues()
         self._step_names.clear()
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:

@@ -74,7 +74,7 @@ class WeightAverage(AbstractCallback):
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._widens = False
         self._is_outdated = False  # a parameter is lazy, or was registered since
-        self._registrations: ExitStack | None = None
+        self._registrations = ExitStack()
 
     def reset(self) -> None:
         super().reset()
@@ -154,9 +154,7 @@ class WeightAverage(AbstractCallback):
 
     def _end_average(self) -> None:
         self._pairs = ([], [])
-        if self._registrations is not None:
-            self._registrations.close()
-        self._registrations = None
+        self._registrations.close()
 
     def _continue_from(self, trained: dict[str, Tensor]) -> None:
         """Copy the weights that the average has replaced into the model."""
@@ -193,7 +191,7 @@ class WeightAverage(AbstractCallback):
     def __getstate__(self) -> dict[str, Any]:
         # Tensors are moved to the CPU, because the process that receives them may not have the device.
         trained = None if self._trained is None else _to_cpu(self._trained)
-        ended: dict[str, Any] = {"_trained": trained, "_pairs": ([], []), "_registrations": None}
+        ended: dict[str, Any] = {"_trained": trained, "_pairs": ([], []), "_registrations": ExitStack()}
         return {**self.__dict__, "average": _to_cpu(self.average), **ended}
 
     def state_dict(self) -> dict[str, Any]:
