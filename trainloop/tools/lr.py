@@ -8,7 +8,7 @@ from typing import Any
 
 from trainloop._support.distribution import import_extra
 from trainloop._support.platform import absolute_path
-from trainloop.callbacks.arguments import count_of
+from trainloop.callbacks.arguments import count_of, number_of
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.errors import ConfigurationError
 from trainloop.history import html_table
@@ -130,8 +130,7 @@ def find_lr(
     if not 0 < smallest < largest < math.inf:
         raise ConfigurationError(f"find_lr: smallest={smallest}, largest={largest}: must be 0 < smallest < largest.")
     steps = count_of("find_lr", "steps", steps, 10)
-    if not diverges_at > 1:
-        raise ConfigurationError(f"find_lr: diverges_at={diverges_at!r}: must be above 1.")
+    number_of("find_lr", "diverges_at", diverges_at, above=1)
     if isinstance(loop.optimizer, MultiOptimizer):
         raise ConfigurationError(
             "find_lr: the loop has several optimizers, whose rates depend on each other. Use a loop with a single "
