@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from trainloop import distributed
 from trainloop._support.user_line import warn
-from trainloop.callbacks.arguments import check_counts, check_flags, number_of
+from trainloop.callbacks.arguments import check_counts, check_flags, choice_of, number_of
 from trainloop.callbacks.base import AbstractCallback, keeps_state, logs_nothing, require_loader
 from trainloop.errors import CheckpointError, ConfigurationError
 from trainloop.optim.optimizers import set_rate
@@ -295,10 +295,7 @@ class ExponentialMovingAverage(WeightAverage):
         super().__init__(self.apply_on_train_end)
         self.decay = number_of("ExponentialMovingAverage", "decay", self.decay, least=0, most=1)
         check_flags(type(self).__name__, evaluate=self.evaluate)
-        if self.start_from not in ("first", "initial"):
-            raise ConfigurationError(
-                f"ExponentialMovingAverage: start_from={self.start_from!r}: must be 'first' or 'initial'."
-            )
+        choice_of("ExponentialMovingAverage", "start_from", self.start_from, "first", "initial")
         if not callable(self.warmup) and not isinstance(self.warmup, bool):
             try:
                 self.warmup = number_of("ExponentialMovingAverage", "warmup", self.warmup, least=0, most=1)
@@ -493,8 +490,7 @@ class StochasticWeightAveraging(WeightAverage):
             raise ConfigurationError(
                 f"{me}: start={self.start!r}: must be an int of 0 or more, or a float between 0 and 1."
             )
-        if self.anneal_strategy not in ("cos", "linear"):
-            raise ConfigurationError(f"{me}: anneal_strategy={self.anneal_strategy!r}: must be 'cos' or 'linear'.")
+        choice_of(me, "anneal_strategy", self.anneal_strategy, "cos", "linear")
         check_counts(self, "anneal_epochs", least=0)
         check_flags(type(self).__name__, update_batchnorm=self.update_batchnorm)
         self.first_rates: list[float] = []
