@@ -377,7 +377,7 @@ def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
     The list is empty if the folder does not exist, as before the first checkpoint of a training.
     Only the last bytes of each file are read. Unfinished files have other names and are not listed.
     """
-    where = location if isinstance(location, Folder) else folder(location)
+    where = folder(location)
     found = []
     listed = [(name, where, name) for name in where.names() if name.endswith(_SUFFIX)]
     # The state.pt of a sharded checkpoint has the same end as a single-file checkpoint.
@@ -424,7 +424,7 @@ def best(location: str | os.PathLike[str] | Folder, monitor: str | None = None) 
     --------
     >>> model.load_state_dict(load(best("checkpoints"))["model"])                             # doctest: +SKIP
     """
-    where = location if isinstance(location, Folder) else folder(location)
+    where = folder(location)
     check_exists(where)
     ranked = [(c.info, c) for c in checkpoints(where) if c.info is not None and c.info.monitor]
     names = sorted({info.monitor for info, _ in ranked})
@@ -480,7 +480,7 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
         If there are checkpoints, but none can be loaded. (If training started from scratch, these checkpoints would be
         lost.)
     """
-    where = location if isinstance(location, Folder) else folder(location)
+    where = folder(location)
     listed, newest = checkpoints(where), _newest_name(where)
     missing = []
     if newest not in ["", *(c.name for c in listed)]:
