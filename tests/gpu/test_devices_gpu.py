@@ -90,7 +90,7 @@ except DeviceError as error:
             lease.acquire({"gpu": lease.Request(1, gpus.names(count))}, timeout_s=0)
     finally:
         for held in gpus._own_leases.values():
-            held.release()
+            held.close()
         gpus._own_leases.clear()
 
 

@@ -38,18 +38,6 @@ class Exchanged(NamedTuple):
     """The attachments, in the order of ranks; one entry if all ranks sent the same."""
 
 
-class Exchange(Protocol):
-    """Exchange logs between ranks. Collective: every rank must make the same calls in the same order."""
-
-    carries_objects: bool
-    """True if attachments may be large and are sent with the logs; False if they should be small and mostly equal."""
-
-    def __call__(
-        self, steps: Mapping[str, OwnSteps], totals: Mapping[str, OwnTotal] | None = None, attachment: Any = None
-    ) -> Exchanged:
-        """Exchange step values, and an epoch's totals if given; values that are not shared are returned unchanged."""
-
-
 class Gathered:
     """Gathers all ranks' values on all ranks.
 
@@ -60,6 +48,7 @@ class Gathered:
     """
 
     carries_objects = True
+    """True if attachments may be large and are sent with the logs; False if they should be small and mostly equal."""
 
     def __init__(self, gather: Callable[[Any], list[Any]] | None = None) -> None:
         self._gather = gather
@@ -67,7 +56,10 @@ class Gathered:
     def __call__(
         self, steps: Mapping[str, OwnSteps], totals: Mapping[str, OwnTotal] | None = None, attachment: Any = None
     ) -> Exchanged:
-        """See :class:`Exchange`."""
+        """Exchange step values, and an epoch's totals if given; values that are not shared are returned unchanged.
+
+        Collective: every rank must make the same calls in the same order.
+        """
         if self._gather is None:
             of_steps = {name: [entry] for name, entry in steps.items()}
             of_epoch = {name: [entry] for name, entry in (totals or {}).items()}
@@ -113,7 +105,7 @@ class Summed:
     def __call__(
         self, steps: Mapping[str, OwnSteps], totals: Mapping[str, OwnTotal] | None = None, attachment: Any = None
     ) -> Exchanged:
-        """See :class:`Exchange`."""
+        """See :meth:`Gathered.__call__`."""
         of_steps = {name: _Numbers.of_steps(*entry) for name, entry in _shared(steps)}
         of_epoch = {name: _Numbers.of_epoch(*entry) for name, entry in _shared(totals or {})}
         tables = (of_steps, of_epoch)
@@ -143,6 +135,9 @@ class Summed:
         whole = self._collectives.all_reduce(torch.from_numpy(flat), reduce).numpy()
         for array, part in zip(arrays, np.split(whole, np.cumsum([array.size for array in arrays])[:-1])):
             array[...] = part.reshape(array.shape)
+
+
+Exchange = Gathered | Summed
 
 
 class _Numbers:

@@ -12,7 +12,7 @@ from trainloop._support.platform import absolute_path
 from trainloop.devices import is_bool, whole_number
 from trainloop.errors import ConfigurationError
 
-__all__ = ["check_counts", "check_flags", "count_of", "dict_of", "number_of", "path_of", "texts_of"]
+__all__ = ["check_counts", "check_flags", "choice_of", "count_of", "dict_of", "number_of", "path_of", "texts_of"]
 
 
 def count_of(owner: str, name: str, value: Any, least: int = 1, *, optional: bool = False) -> Any:
@@ -29,6 +29,14 @@ def check_counts(callback: Any, *names: str, least: int = 1, optional: bool = Fa
     for name in names:
         value = count_of(type(callback).__name__, name, getattr(callback, name), least, optional=optional)
         setattr(callback, name, value)
+
+
+def choice_of(owner: str, name: str, value: Any, *known: str) -> Any:
+    """Return an argument if it is one of the known words. Otherwise raise ConfigurationError."""
+    if not isinstance(value, str) or value not in known:
+        words = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
+        raise ConfigurationError(f"{owner}: {name}={value!r}: must be {words}.")
+    return value
 
 
 def check_flags(owner: str, **flags: Any) -> None:

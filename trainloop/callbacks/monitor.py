@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from trainloop._support.keywords import nearest
 from trainloop._support.user_line import warn
+from trainloop.callbacks.arguments import choice_of
 from trainloop.errors import ConfigurationError
 
 __all__ = ["Monitor", "lower_is_better"]
@@ -73,7 +74,7 @@ class Monitor:
     def __init__(self, name: str, mode: Mode = "auto", owner: str = "Monitor", *, judges: bool = True) -> None:
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"{owner}: monitor={name!r}: must be the name of a metric, such as 'val_loss'.")
-        check_mode(mode, owner)
+        choice_of(owner, "mode", mode, "auto", "min", "max")
         self.name = name
         self.owner = owner
         by_name = lower_is_better(name)
@@ -243,12 +244,6 @@ class Monitor:
         self._seen_step = state.get("step", self._seen_step)  # older checkpoints lack it
         self._seen_epoch = state.get("epoch", self._seen_epoch)
         self._seen_value = state.get("value", self._seen_value)
-
-
-def check_mode(mode: Any, owner: str) -> None:
-    """Raise ConfigurationError if ``mode`` is invalid. The error begins with ``owner``."""
-    if not isinstance(mode, str) or mode not in ("auto", "min", "max"):
-        raise ConfigurationError(f"{owner}: mode={mode!r}: must be 'auto', 'min' or 'max'.")
 
 
 def _mode_of(minimize: bool) -> Mode:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainloop.checkpoint.file import load, load_newest, read_info
-from trainloop.checkpoint.sharded import STATE, StoredTensor, narrowed, parts_of
+from trainloop._support.platform import absolute_path
+from trainloop.checkpoint.file import load_with_path, read_info
+from trainloop.checkpoint.sharded import StoredTensor, narrowed, parts_of
 from trainloop.checkpoint.storage import put_in_place, temporary_name
 from trainloop.errors import CheckpointError, ConfigurationError
 
@@ -57,7 +58,7 @@ def export(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
 
 def export_from(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]) -> tuple[int, str]:
     """Do the work of :func:`export`; return the size of the file, and the path of the checkpoint that was read."""
-    source, state = _newest_of(checkpoint)
+    source, state = load_with_path(checkpoint, whole=False)
     model = state.get("model")
     if not isinstance(model, dict) or not all(isinstance(value, (Tensor, StoredTensor)) for value in model.values()):
         raise CheckpointError(f"{os.fspath(checkpoint)} has no model weights. Pass a checkpoint that fit wrote.")
@@ -77,7 +78,7 @@ def export_from(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str]
     text = json.dumps(header).encode()
     # Tensors must start at a multiple of 8 bytes, and the format allows spaces at the end of the header.
     text += b" " * (-len(text) % 8)
-    target = os.path.abspath(os.path.expanduser(os.fspath(path)))
+    target = absolute_path(path)
     if os.path.isfile(target) and _is_checkpoint(target):
         raise ConfigurationError(f"{target} is a checkpoint, which the weights would replace. Choose another path.")
     temporary = os.path.join(os.path.dirname(target), temporary_name(os.path.basename(target), "export"))
@@ -103,17 +104,6 @@ def _is_checkpoint(path: str) -> bool:
     except (CheckpointError, OSError):
         return False
     return True
-
-
-def _newest_of(checkpoint: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:
-    """Return the path and the state of a checkpoint, or of the newest one in a folder."""
-    text = os.fspath(checkpoint)
-    local = os.path.abspath(os.path.expanduser(text))
-    if "://" not in text and os.path.isdir(local) and not os.path.exists(os.path.join(local, STATE)):
-        newest = load_newest(local, whole=False)
-        if newest is not None:
-            return newest
-    return text, load(checkpoint, whole=False)
 
 
 def _write_tensors(path: str, start: int, size: int, model: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trainloop._support.distribution import import_extra
+from trainloop._support.platform import absolute_path
 from trainloop._support.user_line import warn
 from trainloop.checkpoint import sharded
 from trainloop.checkpoint.plain import for_file, from_file, plain
@@ -255,32 +256,30 @@ def load(path: str | os.PathLike[str], *, whole: bool = True) -> dict[str, Any]:
         If it is no path, if there is no such file or folder, or if the file is truncated or damaged, or contains code.
         (The code is not run.)
     """
+    return load_with_path(path, whole=whole)[1]
+
+
+def load_with_path(path: str | os.PathLike[str], *, whole: bool) -> tuple[str, dict[str, Any]]:
+    """Return the path of the checkpoint that :func:`load` reads, and its state."""
     if not isinstance(path, (str, os.PathLike)) or path == "":
         raise CheckpointError(f"{path!r} is not a checkpoint's path. (Attributes such as last_path are None at first.)")
-    text = os.fspath(path)
-    if "://" not in text and os.path.isdir(os.path.expanduser(text)):
-        text = os.path.abspath(os.path.expanduser(text))
-        inner = os.path.join(text, sharded.STATE)
-        if os.path.exists(inner):
-            state = _read_verified(inner)
-            if not isinstance(state.get("shards"), dict):
-                raise CheckpointError(f"{inner} is not the state of a sharded checkpoint. Pass its path.")
-            return _with_tensors_of_ranks(text, state, whole=whole)
-        newest = load_newest(text, whole=whole)
-        if newest is None:
-            raise CheckpointError(f"{text} is a folder without a checkpoint. Pass a checkpoint's path.")
-        return newest[1]
-    state = _read_verified(text)
-    if os.path.basename(text) == sharded.STATE and isinstance(state.get("shards"), dict):
-        return _with_tensors_of_ranks(os.path.dirname(os.path.abspath(os.path.expanduser(text))), state, whole=whole)
-    return state
-
-
-def _with_tensors_of_ranks(folder: str, state: dict[str, Any], *, whole: bool) -> dict[str, Any]:
-    """Return the state of a sharded checkpoint, with the tensors from its other files."""
-    sharded.verify_files(folder, state)
-    state = sharded.stored_tensors(state, folder)
-    return sharded.whole_of(state) if whole else state
+    file = absolute_path(path)
+    if is_folder := os.path.isdir(file):
+        if not os.path.exists(os.path.join(file, sharded.STATE)):
+            newest = load_newest(file, whole=whole)
+            if newest is None:
+                raise CheckpointError(f"{file} is a folder without a checkpoint. Pass a checkpoint's path.")
+            return newest
+        file = os.path.join(file, sharded.STATE)
+    state = _read_verified(file)
+    if os.path.basename(file) == sharded.STATE and isinstance(state.get("shards"), dict):
+        folder = os.path.dirname(file)
+        sharded.verify_files(folder, state)
+        state = sharded.stored_tensors(state, folder)
+        state = sharded.whole_of(state) if whole else state
+    elif is_folder:
+        raise CheckpointError(f"{file} is not the state of a sharded checkpoint. Pass its path.")
+    return os.fspath(path), state
 
 
 def _read_verified(path: str) -> dict[str, Any]:
@@ -378,7 +377,7 @@ def checkpoints(location: str | os.PathLike[str] | Folder) -> list[Checkpoint]:
     The list is empty if the folder does not exist, as before the first checkpoint of a training.
     Only the last bytes of each file are read. Unfinished files have other names and are not listed.
     """
-    where = location if isinstance(location, Folder) else folder(location)
+    where = folder(location)
     found = []
     listed = [(name, where, name) for name in where.names() if name.endswith(_SUFFIX)]
     # The state.pt of a sharded checkpoint has the same end as a single-file checkpoint.
@@ -425,7 +424,7 @@ def best(location: str | os.PathLike[str] | Folder, monitor: str | None = None) 
     --------
     >>> model.load_state_dict(load(best("checkpoints"))["model"])                             # doctest: +SKIP
     """
-    where = location if isinstance(location, Folder) else folder(location)
+    where = folder(location)
     check_exists(where)
     ranked = [(c.info, c) for c in checkpoints(where) if c.info is not None and c.info.monitor]
     names = sorted({info.monitor for info, _ in ranked})
@@ -481,7 +480,7 @@ def load_newest(location: str | os.PathLike[str] | Folder, *, whole: bool = True
         If there are checkpoints, but none can be loaded. (If training started from scratch, these checkpoints would be
         lost.)
     """
-    where = location if isinstance(location, Folder) else folder(location)
+    where = folder(location)
     listed, newest = checkpoints(where), _newest_name(where)
     missing = []
     if newest not in ["", *(c.name for c in listed)]:

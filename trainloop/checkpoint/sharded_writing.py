@@ -117,10 +117,9 @@ class FolderWriting:
                 f"{self._folder} can't be seen by rank {', '.join(map(str, blind))}: the folder must be on a disk that "
                 "all ranks share"
             )
-            self._remove()
-            self._folder = ""
         if unlike:
             self._problem = CheckpointError(f"The checkpoint can't be written: {unlike}")
+        if self._problem is not None:
             self._remove()
             self._folder = ""
         if copy is not None and self._folder:

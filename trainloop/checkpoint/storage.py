@@ -32,20 +32,22 @@ _TEMPORARY = ".tmp"
 _COMMITTING = ("s3", "s3a", "gs", "gcs")
 
 
-def folder(location: str | os.PathLike[str]) -> Folder:
+def folder(location: str | os.PathLike[str] | Folder) -> Folder:
     """Return the folder at a path or URL. If it does not exist, the first write creates it.
 
     Parameters
     ----------
-    location : str or path
+    location : str, path or Folder
         A path (relative to the current folder, ``~`` is expanded), a ``file://`` URL, or a URL of any fsspec file
-        system, such as ``s3://bucket/run``, ``gs://bucket/run`` or ``memory://run``.
+        system, such as ``s3://bucket/run``, ``gs://bucket/run`` or ``memory://run``. A ``Folder`` is returned as it is.
 
     Raises
     ------
     ConfigurationError
         If ``location`` is neither a path nor a URL, or the file system of a URL is not installed.
     """
+    if isinstance(location, Folder):
+        return location
     if not isinstance(location, (str, os.PathLike)) or not os.fspath(location):
         raise ConfigurationError(f"{location!r} is not a folder. Pass a path or a URL such as 's3://bucket/run'.")
     text = os.fspath(location)

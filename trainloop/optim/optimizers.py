@@ -197,6 +197,14 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of a parameter group; a capturable optimizer reads its rate from a tensor on the device."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
 def drop_gradients(optimizer: Optimizer) -> None:
     """Clear gradients like ``optimizer.zero_grad()``, but without the overhead of torch's profiler annotation.
 

@@ -186,12 +186,12 @@ def lease_usable(num_devices: int, count: int) -> list[int]:
             if held is None:
                 continue
             if earlier is None:
-                unless_enough.callback(held.release)
+                unless_enough.callback(held.close)
             if probe.accepts_a_tensor(index):
                 usable.append(index)
                 leases[uuids[index]] = held
             elif earlier is None:
-                held.release()
+                held.close()
         if not usable or (num_devices != -1 and len(usable) < wanted):
             occupied = sorted({*range(count)} - {*usable})
             raise DeviceError(

@@ -65,24 +65,15 @@ class Request(NamedTuple):
         return self.number if self.least is None else self.least
 
 
-class Lease:
-    """Leased devices, until :meth:`release`, the end of a ``with`` block, or the end of the process."""
+class Lease(contextlib.ExitStack):
+    """Leased devices, until :meth:`close`, the end of a ``with`` block, or the end of the process."""
 
     def __init__(self, names: dict[str, list[str]], locks: list[filelock.BaseFileLock]) -> None:
+        super().__init__()
         self.names = names
         """Names of the leased devices, by kind."""
-        self._locks = locks
-
-    def release(self) -> None:
-        """Release the devices; a second call does nothing."""
-        while self._locks:
-            self._locks.pop().release()
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.release()
+        for lock in locks:
+            self.callback(lock.release)
 
 
 def folder() -> Path:
@@ -209,7 +200,7 @@ class _LeaseFolder:
             for name in (name for of_kind in names.values() for name in of_kind):
                 self._write_holder(_lock_name(name))
             return lease, taken
-        lease.release()
+        lease.close()
         return None, taken
 
     def _lock_of(self, name: str, *, mode: int = 0o644, timeout_s: float = 0) -> filelock.BaseFileLock | None:

@@ -17,6 +17,7 @@ from trainloop._support.user_line import warn
 from trainloop.callbacks.arguments import number_of
 from trainloop.callbacks.weights.train_schedule import LRScheduler
 from trainloop.errors import ConfigurationError
+from trainloop.optim.optimizers import set_rate
 
 __all__ = [
     "ConstantWithWarmupScheduler",
@@ -47,36 +48,18 @@ class _WarmupScheduler(LRScheduler):
             )
         self.num_warmup_steps = num_warmup_steps
         self.num_training_steps = num_training_steps
-        self._curve = curve
-        # The default length of the curve is unknown before registration.
-        lr_lambda = partial(_factor, curve, num_warmup_steps, num_training_steps or 0)
-        super().__init__(LambdaLR, "step", lr_lambda=lr_lambda, last_epoch=last_epoch, **kwargs)
+        self._factor = partial(_factor, curve, num_warmup_steps)
+        # The default length of the curve is that of the training, which is unknown before registration.
+        kwargs = {"num_training_steps": num_training_steps, "last_epoch": last_epoch, **kwargs}
+        super().__init__(partial(warmup_schedule, self._factor), "step", **kwargs)
 
     def on_train_loop_registration(self) -> None:
         earlier = self.scheduler
         super().on_train_loop_registration()
         if earlier is self.scheduler and self.num_training_steps is None:  # an earlier fit's, with a shorter curve
-            before = [group["lr"] for group in self.scheduler.optimizer.param_groups]
+            before = float(self.scheduler.optimizer.param_groups[0]["lr"])
             self._follow_curve()
-            self._warn_of_jump(before[0])
-
-    def _made(self, factory: Any, optimizer: Optimizer) -> Any:
-        self._plan_curve()
-        return super()._made(factory, optimizer)
-
-    def _plan_curve(self) -> None:
-        """Compute the default length of the curve from the length of the training."""
-        if self.num_training_steps is not None:
-            return
-        length = self._planned_steps()
-        if length is None:
-            raise ConfigurationError(
-                f"{type(self).__name__}: num_training_steps=None, but train_loader has no length to compute it "
-                "from. Pass num_training_steps."
-            )
-        # If the training is shorter than the warm-up, it ends during the warm-up.
-        lr_lambda = partial(_factor, self._curve, self.num_warmup_steps, length)
-        self.factory_kwargs = {**self.factory_kwargs, "lr_lambda": lr_lambda}
+            self._warn_of_jump(before)
 
     def _warn_of_jump(self, before: float) -> None:
         """Warn if a schedule that had ended is extended."""
@@ -91,12 +74,10 @@ class _WarmupScheduler(LRScheduler):
 
     def _follow_curve(self) -> None:
         """Set the rates to those of the curve as it is now; an optimizer may have rates of a shorter training."""
-        self._plan_curve()
-        self.scheduler.lr_lambdas = [self.factory_kwargs["lr_lambda"]] * len(self.scheduler.lr_lambdas)
-        for group, rate, factor in zip(
-            self.scheduler.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas
-        ):
-            group["lr"] = rate * factor(self.scheduler.last_epoch)
+        factor = partial(self._factor, self._made_with()["num_training_steps"])
+        self.scheduler.lr_lambdas = [factor] * len(self.scheduler.lr_lambdas)
+        for group, rate in zip(self.scheduler.optimizer.param_groups, self.scheduler.base_lrs):
+            set_rate(group, rate * factor(self.scheduler.last_epoch))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -221,6 +202,10 @@ class HardRestartsCosineWithWarmupScheduler(_WarmupScheduler):
 
 # Factors are partial objects of module-level functions, because closures can't be pickled. A resumed run uses its own
 # arguments. (LambdaLR would load the attributes of other callable objects from the checkpoint.)
+
+
+def warmup_schedule(factor: Any, optimizer: Optimizer, num_training_steps: int, last_epoch: int) -> LambdaLR:
+    return LambdaLR(optimizer, partial(factor, num_training_steps), last_epoch)
 
 
 def _factor(curve: Any, num_warmup_steps: int, num_training_steps: int, step: int) -> float:

@@ -6,15 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from trainloop._support.distribution import import_extra
 from trainloop._support.platform import absolute_path
-from trainloop.callbacks.arguments import count_of
+from trainloop.callbacks.arguments import count_of, number_of
 from trainloop.callbacks.base import AbstractCallback
 from trainloop.errors import ConfigurationError
 from trainloop.history import html_table
 from trainloop.optim import MultiOptimizer
+from trainloop.optim.optimizers import set_rate
 from trainloop.tools.trial import require_training_parts, trial_of, wrapper_args_of
 from trainloop.train_loop.execution.execute import untouched
 from trainloop.train_loop.loop import TrainLoop
@@ -131,8 +130,7 @@ def find_lr(
     if not 0 < smallest < largest < math.inf:
         raise ConfigurationError(f"find_lr: smallest={smallest}, largest={largest}: must be 0 < smallest < largest.")
     steps = count_of("find_lr", "steps", steps, 10)
-    if not diverges_at > 1:
-        raise ConfigurationError(f"find_lr: diverges_at={diverges_at!r}: must be above 1.")
+    number_of("find_lr", "diverges_at", diverges_at, above=1)
     if isinstance(loop.optimizer, MultiOptimizer):
         raise ConfigurationError(
             "find_lr: the loop has several optimizers, whose rates depend on each other. Use a loop with a single "
@@ -167,10 +165,7 @@ class _Sweep(AbstractCallback):
 
     def _set_rates(self, rate: float) -> None:
         for group, ratio in zip(self.train_loop_obj.optimizer.param_groups, self.ratios, strict=True):
-            if isinstance(group["lr"], torch.Tensor):  # a capturable optimizer reads its rate on the device
-                group["lr"].fill_(rate * ratio)
-            else:
-                group["lr"] = rate * ratio
+            set_rate(group, rate * ratio)
 
     def on_after_optimizer_step(self) -> None:
         loop = self.train_loop_obj

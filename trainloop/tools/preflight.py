@@ -13,22 +13,22 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainloop._support import rng
-from trainloop._support.nested import parts_of
 from trainloop._support.reduction import SumRule, sum_rule
 from trainloop._support.user_line import described_names
 from trainloop._transfer import pack
 from trainloop.callbacks.arguments import count_of
 from trainloop.callbacks.base import AbstractCallback, Saver
 from trainloop.data import SplitBatches, TrainFeed
+from trainloop.data.batch.batches import forms_of
 from trainloop.distributed.tensors import noting_exchanges
 from trainloop.errors import TrainLoopError, WorkerFailedError
 from trainloop.optim import MultiLoss
@@ -371,7 +371,7 @@ def _batches(loop: TrainLoop[Any], steps: int, ranks: int) -> str:
     ]
     seen = 0
     for steps_of_ranks in islice(zip(*(feed.steps(1) for feed in feeds), strict=False), steps):
-        forms = [[_form_of_batch(batch) for batch in step.batches] for step in steps_of_ranks]
+        forms = [[", ".join(forms_of(batch, of_sample=True)) for batch in step.batches] for step in steps_of_ranks]
         if any(step.counts for step in steps_of_ranks):
             break
         for rank, form in enumerate(forms[1:], start=1):
@@ -489,23 +489,3 @@ def _train_copy(
 
 def _stay(module: nn.Module) -> Callable[..., nn.Module]:
     return lambda mode=True: module
-
-
-def _form_of_batch(batch: Any) -> str:
-    """Return shapes, without the number of samples, and dtypes of a nested batch."""
-
-    def leaves(value: Any) -> Iterator[str]:
-        if isinstance(value, Tensor):
-            yield f"{list(value.shape[1:])} {str(value.dtype).removeprefix('torch.')}"
-        elif isinstance(value, Mapping):
-            for key, part in value.items():
-                yield from (f"{key}: {leaf}" for leaf in leaves(part))
-        else:
-            parts = parts_of(value) or ()
-            if all(isinstance(part, (str, int, float)) for part in parts):
-                yield type(value).__name__
-            else:
-                for part in parts:
-                    yield from leaves(part)
-
-    return ", ".join(leaves(batch))

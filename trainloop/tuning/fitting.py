@@ -277,20 +277,20 @@ def predict_with(model: Any, data: Any) -> Any:
         loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=256)
         loop = TrainLoop(model, None, progress_bar=False, **functions)
         return by_column(as_rows, loop.predict_with_model(loader)[0])
-    if hasattr(model, "predict_proba") and not _has_several_targets(model):
+    if _predicts_probabilities(model):
         return as_rows(model.predict_proba(data))
     return as_rows(model.predict(data))
 
 
-def _has_several_targets(model: Any) -> bool:
-    """Return True for a classifier of several targets, which has a list of classes, and of probabilities, for each."""
+def _predicts_probabilities(model: Any) -> bool:
+    """Return False also for a classifier of several targets, which has a list of classes, and of arrays, for each."""
     classes = getattr(model, "classes_", None)
-    return classes is not None and any(np.ndim(label) for label in classes)
+    return hasattr(model, "predict_proba") and (classes is None or not any(np.ndim(label) for label in classes))
 
 
 def predicts_classes(model: Any) -> bool:
     """Return True if :func:`predict_with` returns classes, whatever their type, as the model itself says."""
-    if hasattr(model, "get_predictions") or (hasattr(model, "predict_proba") and not _has_several_targets(model)):
+    if hasattr(model, "get_predictions") or _predicts_probabilities(model):
         return False
     base = sys.modules.get("sklearn.base")  # a model of scikit-learn has imported it
     with contextlib.suppress(Exception):  # an object of another library, without scikit-learn's tags
@@ -301,12 +301,10 @@ def predicts_classes(model: Any) -> bool:
 
 def classes_of(model: Any) -> list[Any] | None:
     """Return the class of each column that :func:`predict_with` returns; None if the columns are not classes."""
-    if hasattr(model, "get_predictions") or not hasattr(model, "predict_proba"):
+    if hasattr(model, "get_predictions") or not _predicts_probabilities(model):
         return None
     classes = getattr(model, "classes_", None)
-    if classes is None or any(np.ndim(label) for label in classes):  # for several targets, classes_ is a list of arrays
-        return None
-    return np.asarray(classes).tolist()
+    return None if classes is None else np.asarray(classes).tolist()
 
 
 def align(predictions: Sequence[Any], classes: Sequence[list[Any] | None]) -> list[Any]:

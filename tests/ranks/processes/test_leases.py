@@ -39,7 +39,7 @@ except Exception as error:
 print(json.dumps(held.names), flush=True)
 order = sys.stdin.readline().strip()
 if order == "release":
-    held.release()
+    held.close()
 elif order == "raise":
     raise RuntimeError
 elif order == "_exit":
@@ -233,7 +233,7 @@ def test_two_requests_of_one_process_exclude_each_other_too(tmp_path: Path) -> N
     request = {"gpu": Request(1, GPUS)}
     with acquire(request, where=tmp_path) as first, acquire(request, where=tmp_path) as second:
         assert first.names != second.names
-    first.release()  # again does nothing
+    first.close()  # again does nothing
     with acquire({"gpu": Request(8, GPUS)}, where=tmp_path, timeout_s=0) as held:
         assert len(held.names["gpu"]) == 8
 
@@ -241,7 +241,7 @@ def test_two_requests_of_one_process_exclude_each_other_too(tmp_path: Path) -> N
 def test_each_user_has_a_folder_that_others_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = os.umask(0o077)
     try:
-        acquire({"gpu": Request(1, ["GPU-1/../x y"])}, where=tmp_path / "a" / "b").release()
+        acquire({"gpu": Request(1, ["GPU-1/../x y"])}, where=tmp_path / "a" / "b").close()
     finally:
         os.umask(old)
     (own,) = (tmp_path / "a" / "b").iterdir()
@@ -274,7 +274,7 @@ def test_a_folder_that_is_a_link_is_refused_and_not_followed(tmp_path: Path) -> 
 
 
 def test_a_desk_that_stays_locked_is_an_error_that_names_who(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    acquire({"gpu": Request(1, GPUS)}, where=tmp_path).release()
+    acquire({"gpu": Request(1, GPUS)}, where=tmp_path).close()
     code = "import sys; from trainloop.resources import lease; from pathlib import Path; holds = lease._LeaseFolder"
     code += "(Path(sys.argv[1])).locked(); holds.__enter__(); print('holds', flush=True); sys.stdin.read()"
     holder = subprocess.Popen(

@@ -473,7 +473,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[int]]
     monkeypatch.setattr(gpu_names, "_own_leases", {})
     yield tried
     for held in gpu_names._own_leases.values():
-        held.release()
+        held.close()
 
 
 class SimpleProbe(contextlib.nullcontext["SimpleProbe"]):
@@ -526,7 +526,7 @@ def test_the_choice_is_leased_and_stays_the_process_s_own(gpus: list[int]) -> No
     assert find_usable_cuda_devices(2) == [0, 2]
     with pytest.raises(ResourceError, match="other runs have leased gpus gpu-0"):
         lease.acquire({"gpu": lease.Request(1, ["gpu-0"])}, timeout_s=0)
-    lease.acquire({"gpu": lease.Request(1, ["gpu-1"])}, timeout_s=0).release()  # tried, and given back
+    lease.acquire({"gpu": lease.Request(1, ["gpu-1"])}, timeout_s=0).close()  # tried, and given back
 
 
 def test_what_another_run_has_leased_is_skipped_untried(gpus: list[int]) -> None:
@@ -535,7 +535,7 @@ def test_what_another_run_has_leased_is_skipped_untried(gpus: list[int]) -> None
         assert gpus == [1, 2]
         with pytest.raises(DeviceError, match=r"only 2 of 4 GPUs .* other runs: GPUs \[0, 1\]"):
             find_usable_cuda_devices(3)
-        lease.acquire({"gpu": lease.Request(1, ["gpu-3"])}, timeout_s=0).release()  # nothing is kept of a failed choice
+        lease.acquire({"gpu": lease.Request(1, ["gpu-3"])}, timeout_s=0).close()  # nothing is kept of a failed choice
 
 
 def test_gpus_without_strangers_come_first(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -407,7 +407,7 @@ def test_a_scheduler_callback_of_one_s_own(tmp_path: Path) -> None:
     ids=["constant", "linear", "cosine", "restarts"],
 )
 def test_warmup(callback: Any, factor: Any) -> None:
-    pickle.dumps(callback.factory_kwargs)  # no closures: it goes to other processes as it is
+    pickle.dumps((callback.factory, callback.factory_kwargs))  # no closures: it goes to other processes as it is
     loop, rates = make_loop(), Rates()
     loop.fit(num_epochs=2, callbacks=[callback, rates])
     assert rates.steps == pytest.approx([0.1 * factor(n) for n in range(2 * STEPS_PER_EPOCH)], abs=1e-12)
@@ -474,7 +474,8 @@ def test_hard_restarts_restart() -> None:
 
 
 def partial_factor(schedule: Any) -> Any:
-    return schedule.factory_kwargs["lr_lambda"]
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    return schedule.factory(optimizer, **schedule.factory_kwargs).lr_lambdas[0]
 
 
 @pytest.mark.parametrize(

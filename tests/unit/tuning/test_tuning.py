@@ -776,7 +776,7 @@ def test_arguments_that_cannot_work(
     with pytest.raises(error, match=what):
         tune(arguments.pop("make_loop"), arguments.pop("space"), **arguments)
     everything = lease.Request(len(os.sched_getaffinity(0)), [f"cpu-{cpu}" for cpu in sorted(os.sched_getaffinity(0))])
-    lease.acquire({"cpu": everything}, timeout_s=0).release()  # not asked for, or given back
+    lease.acquire({"cpu": everything}, timeout_s=0).close()  # not asked for, or given back
 
 
 def test_ray_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,12 @@ from uuid import uuid4
 from trainloop import checkpoint, distributed
 from trainloop._support.distribution import import_extra
 from trainloop._support.user_line import warn
-from trainloop.callbacks.arguments import check_flags, count_of, number_of, texts_of
+from trainloop.callbacks.arguments import check_flags, choice_of, count_of, number_of, texts_of
 from trainloop.callbacks.base import Saver, logs_nothing
 from trainloop.callbacks.checkpoints.due import DueSteps
 from trainloop.callbacks.checkpoints.excluded import ExcludedParts
 from trainloop.callbacks.checkpoints.run_checkpoints import BackgroundWrite, RunCheckpoints, error_of, weights_name
-from trainloop.callbacks.monitor import Mode, Monitor, check_mode
+from trainloop.callbacks.monitor import Mode, Monitor
 from trainloop.checkpoint import Checkpoint, CheckpointInfo
 from trainloop.checkpoint.file import check_exists
 from trainloop.checkpoint.sharded import load_model, load_parameters_beside
@@ -138,7 +138,7 @@ class ModelCheckpoint(Saver):
         if safetensors:
             import_extra("safetensors.torch", "ModelCheckpoint: safetensors=True", "safetensors")
         self._excluded = ExcludedParts(tuple(texts_of("ModelCheckpoint", "exclude", exclude)))
-        check_mode(mode, "ModelCheckpoint")
+        choice_of("ModelCheckpoint", "mode", mode, "auto", "min", "max")
         self._metric = Monitor(monitor, mode, owner="ModelCheckpoint") if monitor is not None else None
         self.state_key = monitor or ""
         # Rank 0's newest path, best path and best value, as received by other ranks that a launcher started.

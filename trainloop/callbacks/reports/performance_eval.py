@@ -15,7 +15,7 @@ from torch import Tensor
 from trainloop import distributed
 from trainloop._support.distribution import import_extra
 from trainloop._support.user_line import warn
-from trainloop.callbacks.arguments import check_counts, check_flags, count_of, dict_of, path_of, texts_of
+from trainloop.callbacks.arguments import check_counts, check_flags, choice_of, count_of, dict_of, path_of, texts_of
 from trainloop.callbacks.base import AbstractCallback, overrides_of_user, require_loader
 from trainloop.callbacks.files import check_figure_file, save_figure
 from trainloop.errors import ConfigurationError
@@ -216,9 +216,7 @@ class ConfusionMatrix(AbstractCallback):
         path: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__("ConfusionMatrix", execution_order=500)  # before TensorBoard, which writes the picture
-        if dataset not in ("validation", "test"):
-            raise ConfigurationError(f"ConfusionMatrix: dataset={dataset!r}: must be 'validation' or 'test'.")
-        self.dataset = dataset
+        self.dataset = choice_of("ConfusionMatrix", "dataset", dataset, "validation", "test")
         self.every_n_epochs = count_of("ConfusionMatrix", "every_n_epochs", every_n_epochs)
         self.class_names = None if class_names is None else texts_of("ConfusionMatrix", "class_names", class_names)
         file = path_of("ConfusionMatrix", "path", path, optional=True)

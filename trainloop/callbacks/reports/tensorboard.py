@@ -299,22 +299,18 @@ class TensorBoard(Tracker):
         close : bool
             Close the figure, on all ranks, as torch's ``add_figure`` does. Otherwise pyplot keeps it in memory.
         """
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         try:
-            self._write_figure(tag, figure)
+            if self._writes:
+                png = io.BytesIO()
+                figure.savefig(png, format="png", dpi=100)
+                width, height = (round(100 * inches) for inches in figure.get_size_inches())
+                image = Summary.Image(encoded_image_string=png.getvalue(), width=width, height=height, colorspace=4)
+                self.write_summary(Summary(value=[Summary.Value(tag=tag, image=image)]))
         finally:
             if close and "matplotlib.pyplot" in sys.modules:
                 sys.modules["matplotlib.pyplot"].close(figure)
-
-    def _write_figure(self, tag: str, figure: Any) -> None:
-        if not self._writes:
-            return
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        png = io.BytesIO()
-        figure.savefig(png, format="png", dpi=100)
-        width, height = (round(100 * inches) for inches in figure.get_size_inches())
-        image = Summary.Image(encoded_image_string=png.getvalue(), width=width, height=height, colorspace=4)
-        self.write_summary(Summary(value=[Summary.Value(tag=tag, image=image)]))
 
     def write_images(self, tag: str, images: Tensor) -> None:
         """Write a batch of images as one image at this step, on rank 0 only.

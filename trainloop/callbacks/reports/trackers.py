@@ -28,10 +28,6 @@ class EpochValues:
         # The epoch that fit has cut, its step, and the lengths before its values: another call of fit may replace them.
         self._cut: tuple[int, int, dict[str, int]] | None = None
 
-    def clear(self) -> None:
-        """Forget which values have been sent; called before a new training."""
-        self._lengths, self._steps, self._cut = {}, {}, None
-
     def take(self, loop: Any) -> Iterator[tuple[int, int, dict[str, float]]]:
         """Yield ``(epoch, step, values)`` for each epoch that has new values. Called at ends of epochs and of training.
 
@@ -114,7 +110,7 @@ class Tracker(AbstractCallback):
     def reset(self) -> None:
         super().reset()
         self.run_id = None  # a new training starts a new run
-        self._epoch_values.clear()
+        self._epoch_values = EpochValues()
         self._step_names.clear()
 
     def on_log(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
@@ -217,7 +213,12 @@ class ServiceTracker(Tracker):
             ) from error
 
     def _open(self) -> Any:
-        """Open the service's run, or continue the run with the ID ``run_id``."""
+        """Return the open run, or the client; open the run, or continue the one with the ID ``run_id``."""
+        if self._run is None:
+            self._run = self._opened()
+        return self._run
+
+    def _opened(self) -> Any:
         raise NotImplementedError
 
     def _pass(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
@@ -351,21 +352,19 @@ class WandBTracking(ServiceTracker):
                 "Leave wandb_pre_initialized out, so that rank 0 starts a run."
             )
 
-    def _open(self) -> Any:
-        if self._run is not None:
-            return self._run
+    def _opened(self) -> Any:
         import wandb
 
         if self.wandb_pre_initialized:
-            self._run = wandb.run
-            if self._run is None:
+            run = wandb.run
+            if run is None:
                 raise ConfigurationError(
                     "WandBTracking(wandb_pre_initialized=True): no W&B run is active. Call wandb.init(...) before fit, "
                     "or leave wandb_pre_initialized out."
                 )
         else:
             known = {} if self.run_id is None else {"id": self.run_id, "resume": "allow"}
-            self._run = wandb.init(
+            run = wandb.init(
                 **{
                     "project": self.project_name,
                     "name": self.experiment_name,
@@ -376,13 +375,13 @@ class WandBTracking(ServiceTracker):
                     **self.init_kwargs,
                 }
             )
-            self.run_id = self._run.id
+            self.run_id = run.id
         for folder in self.source_dirs:
-            self._call_service(f"the code of {folder!r} could not be stored", partial(self._run.log_code, folder))
+            self._call_service(f"the code of {folder!r} could not be stored", partial(run.log_code, folder))
         # wandb's own step must increase with each call, but epoch values have the same step as earlier step values.
-        self._run.define_metric("global_step")
-        self._run.define_metric("*", step_metric="global_step")
-        return self._run
+        run.define_metric("global_step")
+        run.define_metric("*", step_metric="global_step")
+        return run
 
     def _send(self, rows: Sequence[tuple[int, dict[str, float]]]) -> None:
         for step, scalars in rows:
@@ -450,9 +449,7 @@ class MLflowTracking(ServiceTracker):
         self.tags = dict_of("MLflowTracking", "tags", tags)
         self._accepted_names: dict[str, str] = {}  # the names that they stand for
 
-    def _open(self) -> Any:
-        if self._run is not None:
-            return self._run
+    def _opened(self) -> Any:
         import mlflow
 
         # Uses a client, not mlflow's global run, which may be the user's.
@@ -469,7 +466,6 @@ class MLflowTracking(ServiceTracker):
                 self._call_service(f"the hyperparameter {key!r} could not be sent", call)
         else:
             client.update_run(self.run_id, status="RUNNING")
-        self._run = client
         return client
 
     def _accepted(self, name: str) -> str:

@@ -88,7 +88,7 @@ class TerminateOnNaN(GradientCallbackBase):
         self._metric = Monitor(monitor, "min", owner="TerminateOnNaN", judges=False)  # the mode is not used
         self._every = 1
         self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
-        self._registrations: ExitStack | None = None
+        self._registrations = ExitStack()
         self._forget_values()
 
     def _forget_values(self) -> None:
@@ -121,9 +121,7 @@ class TerminateOnNaN(GradientCallbackBase):
 
     def _end_registrations(self) -> None:
         self._parameters = {}
-        if self._registrations is not None:
-            self._registrations.close()
-        self._registrations = None
+        self._registrations.close()
 
     def on_after_gradient_update(self, optimizer_idx: int = 0) -> None:
         if not self.gradients:
@@ -198,7 +196,7 @@ class TerminateOnNaN(GradientCallbackBase):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state.update(_values=[], _sources=[], _gradients_from=0, _parameters={}, _registrations=None)
+        state.update(_values=[], _sources=[], _gradients_from=0, _parameters={}, _registrations=ExitStack())
         return state
 
     def state_dict(self) -> dict[str, Any]:

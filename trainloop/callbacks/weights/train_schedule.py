@@ -281,19 +281,8 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
         return any(one is optimizer for one in self.train_loop_obj.watch().gradients.optimizers)
 
     def _made(self, factory: Callable[..., Any], optimizer: Optimizer) -> Any:
-        """Return a new scheduler, whose length may be that of the run."""
-        lengths = {name: value for name, value in self.factory_kwargs.items() if name in _STEP_COUNTS}
-        if "epochs" in self.factory_kwargs:  # OneCycleLR's other way to say it
-            lengths.pop("total_steps", None)
-        asked = {name: value for name, value in lengths.items() if value is None or callable(value)}
-        steps = self._planned_steps() if asked else None
-        if asked and steps is None:
-            raise ConfigurationError(
-                f"LRScheduler: {next(iter(asked))} is to be computed from the length of the training, which is unknown "
-                "(the train_loader has no length). Pass a number, or fit(num_iterations=...)."
-            )
-        given = {name: steps if value is None else value(steps) for name, value in asked.items()}
-        arguments = {**self.factory_kwargs, **given}
+        """Return a new scheduler."""
+        arguments = self._made_with()
         if why := why_not(factory, optimizer, **arguments):
             name = name_of(factory)
             raise ConfigurationError(
@@ -301,6 +290,22 @@ class LRScheduler(AbstractScheduler, AbstractCallback):
                 f"({', '.join(arguments) or 'none'}): {why}. It takes {inspect.signature(factory)}."
             )
         return factory(optimizer, **arguments)
+
+    def _made_with(self) -> dict[str, Any]:
+        """Return the arguments of a new scheduler, whose length may be that of the run."""
+        lengths = {name: value for name, value in self.factory_kwargs.items() if name in _STEP_COUNTS}
+        if "epochs" in self.factory_kwargs:  # OneCycleLR's other way to say it
+            lengths.pop("total_steps", None)
+        asked = {name: value for name, value in lengths.items() if value is None or callable(value)}
+        steps = self._planned_steps() if asked else None
+        if asked and steps is None:
+            name = next(iter(asked))
+            raise ConfigurationError(
+                f"{type(self).__name__}: {name} is to be computed from the length of the training, which is unknown "
+                f"(the train_loader has no length). Pass {name}, or fit(num_iterations=...)."
+            )
+        given = {name: steps if value is None else value(steps) for name, value in asked.items()}
+        return {**self.factory_kwargs, **given}
 
     def _check_step(self) -> None:
         step = getattr(self.scheduler, "step", None)

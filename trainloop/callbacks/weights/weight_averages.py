@@ -16,9 +16,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from trainloop import distributed
 from trainloop._support.user_line import warn
-from trainloop.callbacks.arguments import check_counts, check_flags, number_of
+from trainloop.callbacks.arguments import check_counts, check_flags, choice_of, number_of
 from trainloop.callbacks.base import AbstractCallback, keeps_state, logs_nothing, require_loader
 from trainloop.errors import CheckpointError, ConfigurationError
+from trainloop.optim.optimizers import set_rate
 from trainloop.optim.parameters import note_registrations
 from trainloop.parallel.sharded.shards import full_tensor, is_sharded, local_shard, shard_like
 from trainloop.parallel.sync_batchnorm import BatchNorm
@@ -73,7 +74,7 @@ class WeightAverage(AbstractCallback):
         self._pairs: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._widens = False
         self._is_outdated = False  # a parameter is lazy, or was registered since
-        self._registrations: ExitStack | None = None
+        self._registrations = ExitStack()
 
     def reset(self) -> None:
         super().reset()
@@ -153,9 +154,7 @@ class WeightAverage(AbstractCallback):
 
     def _end_average(self) -> None:
         self._pairs = ([], [])
-        if self._registrations is not None:
-            self._registrations.close()
-        self._registrations = None
+        self._registrations.close()
 
     def _continue_from(self, trained: dict[str, Tensor]) -> None:
         """Copy the weights that the average has replaced into the model."""
@@ -192,7 +191,7 @@ class WeightAverage(AbstractCallback):
     def __getstate__(self) -> dict[str, Any]:
         # Tensors are moved to the CPU, because the process that receives them may not have the device.
         trained = None if self._trained is None else _to_cpu(self._trained)
-        ended: dict[str, Any] = {"_trained": trained, "_pairs": ([], []), "_registrations": None}
+        ended: dict[str, Any] = {"_trained": trained, "_pairs": ([], []), "_registrations": ExitStack()}
         return {**self.__dict__, "average": _to_cpu(self.average), **ended}
 
     def state_dict(self) -> dict[str, Any]:
@@ -296,10 +295,7 @@ class ExponentialMovingAverage(WeightAverage):
         super().__init__(self.apply_on_train_end)
         self.decay = number_of("ExponentialMovingAverage", "decay", self.decay, least=0, most=1)
         check_flags(type(self).__name__, evaluate=self.evaluate)
-        if self.start_from not in ("first", "initial"):
-            raise ConfigurationError(
-                f"ExponentialMovingAverage: start_from={self.start_from!r}: must be 'first' or 'initial'."
-            )
+        choice_of("ExponentialMovingAverage", "start_from", self.start_from, "first", "initial")
         if not callable(self.warmup) and not isinstance(self.warmup, bool):
             try:
                 self.warmup = number_of("ExponentialMovingAverage", "warmup", self.warmup, least=0, most=1)
@@ -494,8 +490,7 @@ class StochasticWeightAveraging(WeightAverage):
             raise ConfigurationError(
                 f"{me}: start={self.start!r}: must be an int of 0 or more, or a float between 0 and 1."
             )
-        if self.anneal_strategy not in ("cos", "linear"):
-            raise ConfigurationError(f"{me}: anneal_strategy={self.anneal_strategy!r}: must be 'cos' or 'linear'.")
+        choice_of(me, "anneal_strategy", self.anneal_strategy, "cos", "linear")
         check_counts(self, "anneal_epochs", least=0)
         check_flags(type(self).__name__, update_batchnorm=self.update_batchnorm)
         self.first_rates: list[float] = []
@@ -548,11 +543,7 @@ class StochasticWeightAveraging(WeightAverage):
         if self.anneal_strategy == "cos":
             share = (1 - math.cos(math.pi * share)) / 2
         for group, first in zip(groups, self.first_rates, strict=False):
-            rate = share * self.swa_lr + (1 - share) * first
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+            set_rate(group, share * self.swa_lr + (1 - share) * first)
 
     @logs_nothing
     def on_epoch_end(self) -> None:

@@ -422,25 +422,24 @@ def _copy_stream(index: int) -> torch.cuda.Stream:
 
 def described(batch: Any) -> str:
     """Return the shapes and dtypes of a nested batch, for error messages."""
-    found: list[str] = []
-
-    def look(value: Any, name: str) -> None:
-        if isinstance(value, Tensor):
-            found.append(f"{name}{list(value.shape)} {str(value.dtype).removeprefix('torch.')}")
-        elif isinstance(value, Mapping):
-            for key, part in value.items():
-                look(part, f"{key}: ")
-        else:
-            parts = parts_of(value) or ()
-            if not parts or all(isinstance(part, (str, int, float)) for part in parts):
-                length = f" of {len(parts)}" if parts else ""
-                found.append(f"{name}{type(value).__name__}{length}")
-            else:
-                for part in parts:
-                    look(part, "")
-
-    look(batch, "")
+    found = list(forms_of(batch))
     return ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+
+
+def forms_of(batch: Any, *, of_sample: bool = False) -> Iterator[str]:
+    """Yield the shape and dtype of each part of a nested batch; with ``of_sample``, without numbers of samples."""
+    if isinstance(batch, Tensor):
+        yield f"{list(batch.shape[int(of_sample) :])} {str(batch.dtype).removeprefix('torch.')}"
+    elif isinstance(batch, Mapping):
+        for key, part in batch.items():
+            yield from (f"{key}: {form}" for form in forms_of(part, of_sample=of_sample))
+    else:
+        parts = parts_of(batch) or ()
+        if all(isinstance(part, (str, int, float)) for part in parts):
+            yield type(batch).__name__ + (f" of {len(parts)}" if parts and not of_sample else "")
+        else:
+            for part in parts:
+                yield from forms_of(part, of_sample=of_sample)
 
 
 def note_batch(error: BaseException, where: str, batches: Sequence[Any]) -> None:

@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader
 
 from trainloop._support.rng import derive_seed
 from trainloop.data.batch.batches import on_device
+from trainloop.data.feed.feed import Feed
 from trainloop.data.feed.steps import ExchangeInts
 from trainloop.data.loader import loaders
 from trainloop.data.loader.contents import contents_of
-from trainloop.data.loader.loader_copies import WorkersDataset, end_workers
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import cuts_torchs_order, length_of
 from trainloop.data.source.indexed import Indexed, eval_shard, presharded_shard
@@ -24,7 +24,7 @@ from trainloop.data.stream.streams import stream_loader
 Batches: TypeAlias = Iterator[tuple[int, Any, int]]
 
 
-class EvalFeed:
+class EvalFeed(Feed):
     """A loader's batches for evaluation: rank ``r`` of ``w`` gets the loader's batches ``r, r + w, ...``
 
     Ranks get whole batches, so that operations within a batch (collating, padding to the longest, BatchNorm in training
@@ -70,26 +70,14 @@ class EvalFeed:
             seed = 0
         presharded = world_size > 1 and loaders.is_distributed(loader)
         self._presharded = presharded
-        self._source = _source_of(loader, rank, world_size, seed, name, presharded)
+        source = _source_of(loader, rank, world_size, seed, name, presharded)
+        super().__init__(source, loader, (rank, world_size, exchange_ints), seed, name)
         length = None if loaders.is_stream(loader) else length_of(loader)
         # A distributed loader knows only the length of its shard.
         self.num_batches = length * world_size if length is not None and presharded else length
         """Batches of a pass over all ranks; None if unknown before reading."""
-        self._seed = seed
-        self._users_loader = loader
-        self._rank = rank
-        self._world_size = world_size
-        self._name = name
-        self._exchange_ints = exchange_ints
         self._device = device
         self._contents: int | None = None
-        self._compared_shards = False
-        self._workers_dataset = WorkersDataset(name)
-
-    @property
-    def loader(self) -> Any:
-        """The loader that this rank reads: the user's, or a copy that yields only this rank's batches."""
-        return self._source.loader
 
     @property
     def shared(self) -> loaders.Shared:
@@ -117,11 +105,6 @@ class EvalFeed:
         batches = loader.batch_sampler if type(loader) is DataLoader else None
         return cuts_torchs_order(batches) and len(batches) == 1
 
-    def close(self) -> None:
-        """End persistent workers of this rank's copy of the loader; the feed can't be read afterwards."""
-        if self.loader is not self._users_loader:
-            end_workers(self.loader)
-
     def batches(self, padded: Callable[[Batches], Batches] | None = None) -> Batches:
         """Yield this rank's batches of one pass: ``(batch_index, batch, size)``, indices ascending.
 
@@ -138,21 +121,13 @@ class EvalFeed:
         ConfigurationError
             If ranks read different orders.
         """
-        if self._rank == 0:
-            self._workers_dataset.begin_pass(self.loader, getattr(self._users_loader, "dataset", None))
+        self._begin_pass()
         items: Iterator[tuple[Any, Any]] = self._own_batches()
         if self._device is not None and self._device.type != "cpu":
             items = on_device(items, self._device)
         own = ((batch_index, batch, size) for (batch_index, size), batch in items)
         yield from own if padded is None else padded(own)
-        if self._world_size == 1 or self._exchange_ints is None:
-            return
-        digest = self._source.order_digest
-        if digest is not None:
-            loaders.check_orders(self._exchange_ints([digest]), self._users_loader, self._name)
-        if not self._compared_shards and (first := self._source.shard_digest) is not None:
-            self._compared_shards = True
-            loaders.warn_of_equal_shards(self._exchange_ints([first]), self._users_loader, self._name, self._rank)
+        self._compare_ranks()
 
     def _own_batches(self) -> Iterator[tuple[tuple[int, int], Any]]:
         """Yield ``((batch_index, size), batch)`` of each round of ``world_size`` batches that has one for this rank."""

@@ -13,12 +13,13 @@ from torch.utils.data import DataLoader
 
 from trainloop._support.rng import derive_seed
 from trainloop.data.batch.batches import on_device
+from trainloop.data.feed.feed import Feed
 from trainloop.data.feed.feed_position import FeedPosition
 from trainloop.data.feed.marks import KeptIterators
 from trainloop.data.feed.steps import BatchesLeft, ExchangeInts, StepBatches, steps_of_exchanged, steps_of_known
 from trainloop.data.loader import libraries, loaders
 from trainloop.data.loader.contents import contents_of
-from trainloop.data.loader.loader_copies import WorkersDataset, end_workers, persistent_workers
+from trainloop.data.loader.loader_copies import end_workers, persistent_workers
 from trainloop.data.order.columns import SplitBatches
 from trainloop.data.source.indexed import Indexed, presharded_shard, train_shard
 from trainloop.data.source.sources import Columns, Opaque, Source, Stream, Tensors, UserLoader
@@ -26,7 +27,7 @@ from trainloop.data.source.tensors import TensorRows
 from trainloop.errors import ConfigurationError
 
 
-class TrainFeed:
+class TrainFeed(Feed):
     """A loader's epochs as the optimizer steps of one rank.
 
     Before :meth:`steps`, nothing is read from the loader and no random number is drawn: the constructor only
@@ -69,7 +70,10 @@ class TrainFeed:
         # If ranks drew their own orders, they would repeat some samples and miss others.
         if world_size > 1 and seed is None:
             seed = 0
-        self._source = _source_of(loader, rank, world_size, seed, name)
+        source = _source_of(loader, rank, world_size, seed, name)
+        inner = loader.loader if isinstance(loader, SplitBatches) else loader
+        super().__init__(source, inner, (rank, world_size, exchange_ints), seed, name)
+        self._device = device
         self.num_batches = self._source.num_batches
         """Micro-batches of an epoch, the maximum over all ranks; None if unknown before reading."""
         self.num_samples = self._source.num_samples
@@ -78,32 +82,13 @@ class TrainFeed:
         """Samples of a full micro-batch, over all ranks; None if undefined."""
         self.loader_batches = self._source.loader_batches
         """Batches of the loader in a micro-batch, over all ranks."""
-        self._rank = rank
-        self._world_size = world_size
-        self._name = name
-        self._exchange_ints = exchange_ints or (lambda mine: [mine])
-        self._device = device
-        self._compared_shards = False
         self.about_iterator = ""
         """Warning about an iterator that the last two epochs shared; empty if there is none."""
         self._epoch = 0
-        self._users_loader = loader.loader if isinstance(loader, SplitBatches) else loader
-        self._seed = seed
-        self._workers_dataset = WorkersDataset(name)
         self._kept = KeptIterators([self._users_loader, self._source.loader], name)
         self._position = FeedPosition(
             self._source, self._users_loader, name, rank=rank, world_size=world_size, draws_globally=seed is None
         )
-
-    @property
-    def loader(self) -> Any:
-        """The loader that this rank reads: the user's, or its copy with this rank's sampler."""
-        return self._source.loader
-
-    @property
-    def reads_copy(self) -> bool:
-        """True if this rank reads a copy of the user's loader."""
-        return self.loader is not self._users_loader
 
     @property
     def shared(self) -> loaders.Shared:
@@ -187,8 +172,7 @@ class TrainFeed:
             If the epoch is empty.
         """
         self._position.begin_epoch(resumed=skip_steps > 0)
-        if self._rank == 0:
-            self._workers_dataset.begin_pass(self.loader, getattr(self._users_loader, "dataset", None))
+        self._begin_pass()
         # One item per micro-batch; the items are grouped into steps below.
         done = skip_steps * grad_accumulation if skip_batches is None else skip_batches
         items = self._position.items(self._epoch, done)
@@ -219,17 +203,9 @@ class TrainFeed:
             )
 
     def _with_checked_order(self, items: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        """Yield the items after checking that all ranks read the same order (by at most one exchange per epoch).
-
-        In the first epoch, shards of a sampler of the user are compared, too.
-        """
+        """Yield the items after comparing what ranks read, once the first item is known."""
         first = list(islice(items, 1))
-        digest = self._source.order_digest
-        if digest is not None:
-            loaders.check_orders(self._exchange_ints([digest]), self._users_loader, self._name)
-        if not self._compared_shards and (own := self._source.shard_digest) is not None:
-            self._compared_shards = True
-            loaders.warn_of_equal_shards(self._exchange_ints([own]), self._users_loader, self._name, self._rank)
+        self._compare_ranks()
         yield from first
         yield from items
 
@@ -265,12 +241,6 @@ class TrainFeed:
     def keep_generators(self, states: dict[str, Any]) -> None:
         """Let generators continue in these states, although the order is drawn, and ``set_epoch`` is called, again."""
         self._position.keep_generators(states)
-
-    def close(self) -> None:
-        """End persistent workers of this rank's copy of the loader; the feed can't be read afterwards."""
-        # The user's loader keeps its persistent workers: it may be read again after fit.
-        if self.loader is not self._users_loader:
-            end_workers(self.loader)
 
 
 def _source_of(loader: Any, rank: int, world_size: int, seed: int | None, name: str) -> Source:

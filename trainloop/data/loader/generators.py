@@ -17,7 +17,6 @@ from trainloop._support.nested import leaves_of, packed, unpacked
 from trainloop._support.rng import Generator, as_generator
 from trainloop._support.user_line import warn
 from trainloop.data.loader.parts import attributes_of, datasets_of, has_state, parts_of_loader
-from trainloop.data.order.columns import SplitBatches
 from trainloop.errors import TrainLoopError
 
 # Most attributes of modules have these types. To ask whether they are generators would take several times as long.
@@ -44,18 +43,15 @@ def generators_of(loader: Any) -> dict[str, Generator]:
     torch; or, if a sampler has the methods ``state_dict`` and ``load_state_dict``, its state. A loader with these
     methods includes its samplers' states in its own.
     """
-    loader = loader.loader if isinstance(loader, SplitBatches) else loader
-    return _generators_of(loader, parts_of_loader(loader))
-
-
-def _generators_of(loader: Any, parts: Mapping[str, Any]) -> dict[str, Generator]:
     found: dict[str, Generator] = {}
+    parts = parts_of_loader(loader)
+    whole = parts["loader"]
     for name, holder in parts.items():
         attributes = {name: getattr(holder, "generator", None)}
         if not type(holder).__module__.startswith("torch."):
             if not has_state(holder):
                 attributes.update({f"{name}:{key}": value for key, value in attributes_of(holder).items()})
-            elif not has_state(loader) and all(getattr(other, "own", None) is not holder for other in found.values()):
+            elif not has_state(whole) and all(getattr(other, "own", None) is not holder for other in found.values()):
                 found[f"{name}:state"] = _OfState(holder)
         _add_generators(found, attributes)
     return found
@@ -123,13 +119,8 @@ def set_generator_states(loaders: Iterable[Any], states: Iterable[Mapping[str, A
 
 def generators_of_datasets(loader: Any) -> dict[str, Generator]:
     """Return the generators that are attributes of a loader's datasets."""
-    loader = loader.loader if isinstance(loader, SplitBatches) else loader
-    return _of_datasets(loader, parts_of_loader(loader))
-
-
-def _of_datasets(loader: Any, parts: Mapping[str, Any]) -> dict[str, Generator]:
     found: dict[str, Generator] = {}
-    for number, part in enumerate(datasets_of(loader, parts).values()):
+    for number, part in enumerate(datasets_of(loader).values()):
         _add_attributes(found, str(number), part)
     return found
 
@@ -139,10 +130,8 @@ def generators_read(loader: Any) -> dict[str, Generator]:
 
     A sampler that has a state of its own is left out: it may be within a pass.
     """
-    loader = loader.loader if isinstance(loader, SplitBatches) else loader
-    parts = parts_of_loader(loader)
-    own = {name: one for name, one in _generators_of(loader, parts).items() if not isinstance(one, _OfState)}
-    return {**own, **_of_datasets(loader, parts)}
+    own = {name: one for name, one in generators_of(loader).items() if not isinstance(one, _OfState)}
+    return {**own, **generators_of_datasets(loader)}
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from trainloop._support.user_line import warn_or_print
 from trainloop.data.loader.libraries import counters_of, cuts_batches, is_split
 from trainloop.data.loader.loader_copies import end_workers_of
 from trainloop.data.loader.parts import datasets_of, parts_of_loader
-from trainloop.data.order.columns import SplitBatches
 from trainloop.data.order.orders import length_of
 from trainloop.devices import whole_number
 from trainloop.errors import ConfigurationError
@@ -137,8 +136,7 @@ def plain_batches(loader: Any) -> BatchSampler | None:
 
 def epoch_holders(loader: Any) -> Iterator[Any]:
     """Yield the parts of a loader that have ``set_epoch``, each once: samplers, and datasets that shuffle."""
-    parts = parts_of_loader(loader)
-    parts |= datasets_of(loader, parts)
+    parts = {**parts_of_loader(loader), **datasets_of(loader)}
     told = {name: part for name, part in parts.items() if callable(getattr(part, "set_epoch", None))}
     # Other parts within one that has set_epoch learn from it what they should know.
     usual = ("sampler.sampler", "batch_sampler.sampler", "dataset.dataset")
@@ -151,7 +149,7 @@ def tell_epoch(loader: Any, epoch: int, told: Sequence[Any] = ()) -> list[Any]:
 
     A part may have another length in each epoch.
     """
-    holders = list(epoch_holders(loader.loader if isinstance(loader, SplitBatches) else loader))
+    holders = list(epoch_holders(loader))
     for holder in holders:
         if not any(holder is other for other in told):
             holder.set_epoch(epoch)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainloop._support.keywords import why_not
 from trainloop._support.rng import as_generator
+from trainloop.data.order.columns import SplitBatches
 
 # Lists of samplers are shorter; lists of indices may be long.
 _MOST_ITEMS = 64
@@ -28,9 +29,12 @@ def has_state(thing: Any) -> bool:
 
 
 def parts_of_loader(loader: Any) -> dict[str, Any]:
-    """Return a loader, its samplers, the samplers inside these, and the loaders that a loader of the user has."""
+    """Return a loader, its samplers, the samplers inside these, and the loaders that a loader of the user has.
+
+    Of ``SplitBatches``, the loader is the one that it splits.
+    """
     parts: dict[str, Any] = {}
-    _add_loader(parts, "loader", loader)
+    _add_loader(parts, "loader", loader.loader if isinstance(loader, SplitBatches) else loader)
     return parts
 
 
@@ -50,14 +54,11 @@ def _is_among(one: Any, parts: Mapping[str, Any]) -> bool:
     return id(one) in map(id, parts.values())
 
 
-def datasets_of(loader: Any, parts_of_it: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a loader's dataset, and the datasets that it has as ``dataset`` or ``datasets``, by attribute.
-
-    ``parts_of_it``: the result of :func:`parts_of_loader`, if it is known.
-    """
+def datasets_of(loader: Any) -> dict[str, Any]:
+    """Return a loader's dataset, and the datasets that it has as ``dataset`` or ``datasets``, by attribute."""
     parts: dict[str, Any] = {}
-    within = parts_of_loader(loader) if parts_of_it is None else parts_of_it
-    loaders = [(name, one) for name, one in within.items() if one is loader or isinstance(one, DataLoader)]
+    within = parts_of_loader(loader).items()
+    loaders = [(name, one) for name, one in within if name == "loader" or isinstance(one, DataLoader)]
     left = [(f"{name}.dataset".removeprefix("loader."), getattr(one, "dataset", None)) for name, one in loaders]
     while left:
         name, dataset = left.pop()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any, TypeVar
 
 from torch.utils.data import (
@@ -202,12 +202,6 @@ class LoggedIndices:
         size = size_of(self.log.popleft()) if self.log else -1
         return None if size < 0 else size
 
-    def taken(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and remove the entry of each batch from the log."""
-        for batch in batches:
-            self.log.popleft()
-            yield batch
-
 
 _REPEATED = (
     "{}: its IterableDataset does not divide its samples over the loader's {} workers, so each worker yields every "
@@ -271,16 +265,14 @@ class UserLoader(Source):
             self._plan = plan_of(self.loader)  # the sampler may have another length in each epoch
         passed = 0 if self.skips or (self._place is not None and self._place.resumes) else first_batch
         batches = _batches_of(self.loader, self._name, first_batch) if self._place is None else self._place.read()
-        if self._plan is None and self._counted is not None:
-            return islice(self._sized_by_sampler(batches, self._counted), passed, None)
-        if self._counted is not None:
-            batches = self._counted.taken(batches)
-        return self._sized(islice(batches, passed, None), first_batch)
+        # zip() asks for the size once the batch has arrived.
+        taken = repeat(None) if self._counted is None else iter(self._counted.taken_size, -1)
+        return self._sized(islice(zip(batches, taken), passed, None), first_batch)
 
-    def _sized(self, batches: Iterator[Any], first_batch: int) -> Iterator[tuple[Any, Any]]:
+    def _sized(self, batches: Iterator[tuple[Any, int | None]], first_batch: int) -> Iterator[tuple[Any, Any]]:
         planned = islice(() if self._plan is None else self._plan.all_shares(), first_batch, None)
-        for batch in batches:
-            sizes = next(planned, None)
+        for batch, taken in batches:
+            sizes = next(planned, None if taken is None else (taken,))
             if isinstance(batch, StreamPart):
                 if batch.repeated and not self._warned:
                     self._warned = True
@@ -291,13 +283,6 @@ class UserLoader(Source):
                 yield (size if self.counts else (size,)), batch
             else:
                 yield sizes, batch
-
-    def _sized_by_sampler(self, batches: Iterator[Any], sampler: LoggedIndices) -> Iterator[tuple[Any, Any]]:
-        for batch in batches:
-            size = sampler.taken_size()
-            if self.counts or size is None:
-                size = self._counter.count(batch, size)
-            yield (size if self.counts else (size,)), batch
 
 
 def _skips(loader: Any) -> bool:
