@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import parametrize, prune
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, WeightedRandomSampler
 
-from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTModel
+from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTBasicModel
 from trainloop.callbacks import ModelCheckpoint
 
 D = torch.float64
@@ -43,7 +43,7 @@ class Rows(Dataset[Any]):
         return self.x[index], self.y[index] + self.shift
 
 
-class Net(TTModel):
+class Net(TTBasicModel):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -57,13 +57,6 @@ class Net(TTModel):
         out = self.head(hidden) * self.gain
         extra = getattr(self.head, "extra", None)
         return out if extra is None else out * extra
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        return criterion(self(x), y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
 
 
 def sgd(model: nn.Module, lr: float = 0.05) -> optim.Optimizer:

@@ -22,6 +22,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 Loss = Callable[[nn.Module, Any], Tensor]  # of a batch, a mean over its samples
 
 
+def by_get_loss(criterion: Any = None) -> Loss:
+    """The loss that the model's own ``get_loss`` returns."""
+    return lambda model, batch: model.get_loss(batch, criterion, torch.device("cpu"))  # type: ignore[operator]
+
+
 def train(model: nn.Module, loader: Iterable[Any], optimizer: Optimizer, loss_of: Loss, num_epochs: int) -> list[float]:
     """The plain loop. Returns each epoch's mean loss over samples."""
     epoch_losses = []

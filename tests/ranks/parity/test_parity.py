@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 from kit import reference
+from kit.loops import cpu_loop
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from conftest import make_data
-from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel, TTModel
 from trainloop.callbacks import LRScheduler, TensorBoard
 
 CRITERION = nn.CrossEntropyLoss()
 
 
-class Net(TTModel):
+class Net(TTBasicModel):
     """A small classifier with dropout, so that a stray draw from the RNG shows."""
 
     def __init__(self, dropout: float = 0.1) -> None:
@@ -30,10 +31,6 @@ class Net(TTModel):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        x, y = batch_data
-        return criterion(self(x.to(device)), y.to(device))
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         x, y = batch_data
@@ -93,9 +90,7 @@ def make_pair(
 
 
 def loop(model: Any, loader: Any, optimizer: Any, **arguments: Any) -> TrainLoop:
-    return TrainLoop(
-        model, loader, optimizer=optimizer, criterion=CRITERION, accelerator="cpu", progress_bar=False, **arguments
-    )
+    return cpu_loop(model, loader, optimizer, CRITERION, **arguments)
 
 
 # -- single ------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from kit.loops import cpu_loop
 from kit.ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -429,16 +430,13 @@ def trained_from(start: float) -> tuple[list[float], list[float]]:
     nn.init.constant_(model.fc.weight, start)
     nn.init.zeros_(model.fc.bias)
     x = torch.arange(24.0).reshape(8, 3) / 24
-    tl = TrainLoop(
+    tl = cpu_loop(
         model,
         DataLoader(TensorDataset(x, start * x[:, :1]), 2, shuffle=True, num_workers=1),
-        optimizer=torch.optim.SGD(model.parameters(), 0.1),
         criterion=nn.MSELoss(),
         gpu_mode="ddp",
-        accelerator="cpu",
         devices=2,
         seed=int(start),
-        progress_bar=False,
     )
     tl.fit(num_epochs=2, callbacks=[Breaks()] if start == BROKEN else [])
     return model.fc.weight.flatten().tolist(), list(tl.history["loss"])

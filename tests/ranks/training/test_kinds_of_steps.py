@@ -17,6 +17,7 @@ from kit.alternating_models import (
     wgan_by_hand,
     wgan_optimizers,
 )
+from kit.loops import cpu_loop
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -87,18 +88,15 @@ def trained(name: str, ranks: int, mode: str) -> tuple[Any, dict[str, Any], floa
     torch.manual_seed(0)
     model, data, make_optimizer, criterion, accumulation = cases()[name]
     model = model.double()
-    loop = TrainLoop(
+    loop = cpu_loop(
         model,
         DataLoader(data, batch_size=12 // ranks if mode == "ddp" else 12),
-        DataLoader(data, batch_size=5),
-        None,
         make_optimizer(model),
         criterion,
+        validation_loader=DataLoader(data, batch_size=5),
         gpu_mode=mode,
-        accelerator="cpu",
         devices=ranks if mode == "ddp" else "auto",
         seed=3,
-        progress_bar=False,
         gradient_clip_norm=0.5,
     )
     loop.fit(num_epochs=2, grad_accumulation=accumulation)
@@ -193,16 +191,13 @@ def test_one_rank_equals_one_process(several: bool) -> None:
         parts = [model.layers, model.head] if several else [model]
         optimizers = [optim.Adam(part.parameters(), lr=0.02) for part in parts]
         several_named = dict(zip(("body", "head"), optimizers))
-        loop = TrainLoop(
+        loop = cpu_loop(
             model,
             DataLoader(classes(24), batch_size=4),
-            optimizer=MultiOptimizer(several_named) if several else optimizers[0],
-            criterion=nn.CrossEntropyLoss(),
+            MultiOptimizer(several_named) if several else optimizers[0],
             gpu_mode=mode,
-            accelerator="cpu",
             devices=1,
             seed=0,
-            progress_bar=False,
         )
         return loop.fit(num_epochs=2, grad_accumulation=1 if several else 2)
 
@@ -233,18 +228,14 @@ def test_a_rank_without_samples_takes_part(name: str, rows: int, accumulation: i
         model, _, make_optimizer, criterion, _ = cases()[name]
         model = model.double()
         data = classes(rows) if "closure" in name else points(rows)
-        loop = TrainLoop(
+        loop = cpu_loop(
             model,
             DataLoader(data, batch_size=size),
-            None,
-            None,
             make_optimizer(model),
             criterion,
             gpu_mode=mode,
-            accelerator="cpu",
             devices=3 if mode == "ddp" else "auto",
             seed=3,
-            progress_bar=False,
         )
         hooks = StopsAt()
         loop.fit(num_epochs=1, callbacks=[hooks], grad_accumulation=accumulation)
@@ -281,15 +272,13 @@ def two_optimizers(model: Any) -> dict[str, optim.Optimizer]:
 
 
 def loop_in_two_ranks(model: Any, data: TensorDataset, mode: str) -> TrainLoop:
-    return TrainLoop(
+    return cpu_loop(
         model,
         DataLoader(data, batch_size=4),
-        optimizer=MultiOptimizer(two_optimizers(model)),
-        criterion=nn.functional.cross_entropy,
+        MultiOptimizer(two_optimizers(model)),
+        nn.functional.cross_entropy,
         gpu_mode=mode,
         devices=2,
-        accelerator="cpu",
-        progress_bar=False,
     )
 
 
@@ -315,8 +304,7 @@ def test_each_yielded_loss_reads_the_buffers_of_rank_0(mode: str) -> None:
                     first.grad.add_(second.grad).div_(2)
             optimizer.step()
     loop_in_two_ranks(ours, data, mode).fit(num_epochs=1)
-    for name, value in theirs[0].state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours.state_dict(), theirs[0].state_dict(), rtol=0, atol=1e-12)
 
 
 class Uncentred(Centred):
@@ -352,5 +340,4 @@ def test_a_layer_that_a_hook_adds_is_trained_by_yielded_losses_from_that_step_on
             loss.backward()
             optimizers[name].step()
     loop_in_two_ranks(ours, data, mode).fit(num_epochs=1, callbacks=[Grows()])
-    for name, value in theirs.state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=1e-12)

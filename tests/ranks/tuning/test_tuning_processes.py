@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from kit.descriptors import all_low_numbers_taken
+from kit.loops import cpu_loop
 from kit.places import IMPORTS
 from kit.saved_names import NAMES, names_in
 from kit.tuning_kinds import MakeBusy, MakeFailing, Scaled, make_broken, make_frequencies, make_scaled, rows
@@ -478,22 +479,18 @@ def test_a_train_loop_and_scikit_learn_in_one_search(tmp_path: Path) -> None:
 
 
 def make_ranks(params: dict[str, Any], fold: Any) -> Any:
-    from trainloop import TrainLoop
 
     data = TensorDataset(*blobs())
     torch.manual_seed(fold.index)  # the same weights in both trials, whose seeds differ
     model = net(8)
-    return TrainLoop(
+    return cpu_loop(
         model,
         DataLoader(Subset(data, fold.train), batch_size=4, shuffle=True),
-        DataLoader(Subset(data, fold.validation), batch_size=8),
-        optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
-        criterion=nn.CrossEntropyLoss(),
+        torch.optim.Adam(model.parameters(), lr=0.05),
+        validation_loader=DataLoader(Subset(data, fold.validation), batch_size=8),
         gpu_mode=params["mode"],
-        accelerator="cpu",
         devices=2,
         seed=0,
-        progress_bar=False,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from kit.small_loop import Net, make_loop
 from torch import Tensor, nn, optim
 
-from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TTModel
+from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TTBasicModel, TTModel
 from trainloop.callbacks import (
     GradientClipping,
     GradientStats,
@@ -61,7 +61,7 @@ def test_clipping_is_torch_s_own(callback: AbstractCallback, change: Any) -> Non
         assert not torch.equal(own, free)
 
 
-class Pair(TTModel):
+class Pair(TTBasicModel):
     """Two models with losses of their own, one a hundred times the other."""
 
     def __init__(self) -> None:
@@ -75,9 +75,6 @@ class Pair(TTModel):
     def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> MultiLoss:
         x, y = batch_data
         return MultiLoss({"a": criterion(self.a(x), y), "b": 100 * criterion(self.b(x), y)}, {"a": 0, "b": 1})
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        raise NotImplementedError
 
 
 def make_pair() -> tuple[Pair, MultiOptimizer]:

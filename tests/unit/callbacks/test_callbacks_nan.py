@@ -11,7 +11,7 @@ import torch
 from kit.small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
 from torch import Tensor, nn, optim
 
-from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TTModel
+from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TTBasicModel
 from trainloop.callbacks import TerminateOnNaN
 from trainloop.callbacks.watch.nan import NonFinite
 from trainloop.callbacks.weights.gradient import norms_of
@@ -132,7 +132,7 @@ class CountsSkipped(AbstractCallback):
         self.count += self.train_loop_obj.step_skipped
 
 
-class TwoLosses(TTModel):
+class TwoLosses(TTBasicModel):
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(8, 3)
@@ -147,9 +147,6 @@ class TwoLosses(TTModel):
         return MultiLoss(
             {"a": criterion(a, y), "b": criterion(b, y) + torch.sqrt(self.b.bias * 0.0).sum()}, {"a": 0, "b": 1}
         )
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        raise NotImplementedError
 
 
 def test_several_optimizers() -> None:
