@@ -157,26 +157,6 @@ def test_a_metric_that_only_rank_zero_knows() -> None:
         make_loop(LogsOnRankZero()).fit(num_epochs=2, callbacks=[EarlyStopping("mine", mode="max")])
 
 
-@pytest.mark.parametrize(
-    "make, words",
-    [
-        (lambda: EarlyStopping("loss", patience=-1), "patience=-1: must be a number of 0 or more"),
-        (lambda: EarlyStopping("loss", min_delta="much"), "min_delta='much': must be a number"),  # type: ignore[arg-type]
-        (lambda: EarlyStopping("loss", patience=True), "patience=True: must be a number"),
-        (lambda: EarlyStopping("loss", mode="lower"), "mode='lower': must be 'auto', 'min' or 'max'"),  # type: ignore[arg-type]
-        (lambda: EarlyStopping(""), "monitor='': must be the name of a metric"),
-        (lambda: ThresholdEarlyStopping("loss", 1.0, patience=-2), "ThresholdEarlyStopping: patience=-2"),
-        (lambda: TimeLimit(), "the limit is 0.0 seconds. It must be above zero"),
-        (lambda: TimeLimit(hours=-1), "hours=-1: must be a number of 0 or more"),
-        (lambda: TimeLimit(math.nan), "seconds=nan: must be a number of 0 or more"),
-    ],
-)
-def test_arguments_that_cannot_work(make: Any, words: str) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        make()
-    assert words in str(error.value)
-
-
 @pytest.mark.usefixtures("events_on_stdout")
 @pytest.mark.parametrize(
     "values, arguments, epochs",

@@ -262,12 +262,6 @@ def test_swa_that_never_began_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), averaged.state_dict().values()))
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"swa_lr": 0}, {"start": 1.5}, {"start": -1}, {"anneal_epochs": -1}, {"anneal_strategy": "x"}]
-)
-def test_swa_refuses_what_makes_no_sense(wrong: dict[str, Any]) -> None:
-    (name,) = wrong
-    with pytest.raises(ConfigurationError, match=name):
-        StochasticWeightAveraging(**wrong)
+def test_swa_refuses_iterations() -> None:
     with pytest.raises(ConfigurationError, match="num_iterations"):
         make_loop().fit(num_iterations=3, callbacks=[StochasticWeightAveraging(start=0.5)])

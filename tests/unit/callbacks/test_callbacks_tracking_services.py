@@ -149,11 +149,6 @@ def test_wandb_run_that_failed(runs: list[Run]) -> None:
             ),
             "does not exist in the ranks. Leave",
         ),
-        (lambda: WandBTracking(batch_log_frequency=0), "batch_log_frequency=0: must be an int of 1 or more, or None"),
-        (
-            lambda: MLflowTracking(log_every_n_steps=0),
-            "MLflowTracking: log_every_n_steps=0: must be an int of 1 or more",
-        ),
     ],
 )
 def test_what_cannot_work(fit: Any, words: str, runs: list[Run]) -> None:

@@ -95,12 +95,6 @@ def test_warm_up(warmup: Any) -> None:
     assert not torch.equal(average, first)
 
 
-@pytest.mark.parametrize("wrong", [{"start_from": "zero"}, {"warmup": -1.0}, {"warmup": "yes"}, {"warmup": 1000}])
-def test_wrong_arguments(wrong: Any) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        ExponentialMovingAverage(**wrong)
-
-
 class AssignsData(optim.SGD):
     """An optimizer that gives parameters new memory, as vector_to_parameters does."""
 
