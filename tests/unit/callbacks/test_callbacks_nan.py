@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from kit.small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
+from kit.warned import warnings_of
 from torch import Tensor, nn, optim
 
 from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TTBasicModel
@@ -222,10 +222,8 @@ def test_state_goes_into_checkpoints() -> None:
 
 
 def nan_warnings(batch: int, callbacks: list[AbstractCallback]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        make_loop(Breaks(batch, "nan"), validation=False).fit(num_epochs=3, callbacks=callbacks)
-    return [str(warning.message) for warning in caught if "TerminateOnNaN" in str(warning.message)]
+    loop = make_loop(Breaks(batch, "nan"), validation=False)
+    return warnings_of(lambda: loop.fit(num_epochs=3, callbacks=callbacks), "TerminateOnNaN")
 
 
 def test_the_first_epoch_with_a_loss_that_is_nan_is_told_once() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kit.loops import cpu_loop
+from kit.warned import warnings_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -189,10 +190,7 @@ def trained(model: Any, replicas: int, criterion: Any = None) -> tuple[Any, list
     how: Any = {"gpu_mode": "dp", "devices": replicas} if replicas else {}
     loader = DataLoader(ROWS, 8)
     loop = cpu_loop(model, loader, criterion=criterion or nn.MSELoss(), validation_loader=loader, **how)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        loop.fit(num_epochs=2)
-    return model, [str(one.message) for one in caught if "so the change is lost" in str(one.message)]
+    return model, warnings_of(lambda: loop.fit(num_epochs=2), "so the change is lost")
 
 
 def test_a_count_of_steps_is_that_of_one_process() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from kit import reference
 from kit.loops import cpu_loop
 from kit.small_loop import Net, make_loop
+from kit.warned import warnings_of
 from torch import Tensor, nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
@@ -135,11 +135,8 @@ def test_a_weight_that_may_be_a_metric_is_warned_of(weight: Any) -> None:
     model.weight = weight
     loop = TrainLoop(model, DataLoader(make_data(), 16), optimizer=optim.SGD(model.parameters(), 0.1))
     loop.criterion = nn.CrossEntropyLoss()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        loop.fit(num_epochs=1)
-    found = ["with the weight 0.25. The weight is the number of units" in str(warning.message) for warning in seen]
-    assert sum(found) == (float(weight) == 0.25)
+    found = warnings_of(lambda: loop.fit(num_epochs=1), "with the weight 0.25. The weight is the number of units")
+    assert len(found) == (float(weight) == 0.25)
 
 
 class WeighsNothing(Net):
