@@ -48,6 +48,7 @@ def train_scheduled(
     num_epochs: int,
     scheduler: LRScheduler,
     every: str,
+    max_norm: float | None = None,
 ) -> list[float]:
     """A scheduler stepped after each optimizer step or after each epoch. Returns the learning rate of every step."""
     rates = []
@@ -55,6 +56,8 @@ def train_scheduled(
         for batch in loader:
             loss_of(model, batch).backward()
             rates.append(optimizer.param_groups[0]["lr"])
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
             optimizer.zero_grad()
             if every == "step":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import pickle
 from pathlib import Path
@@ -323,21 +322,6 @@ def test_plateau_without_validation_is_known_at_once() -> None:
         make_loop(validation=False).fit(num_epochs=1, callbacks=[LRScheduler(lr_scheduler.ReduceLROnPlateau)])
 
 
-def test_weights_are_those_of_a_plain_loop() -> None:
-    loop = make_loop()
-    model = copy.deepcopy(loop.model)
-    loop.fit(num_epochs=2, callbacks=[LRScheduler(lr_scheduler.OneCycleLR, "step", max_lr=0.5, total_steps=14)])
-    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=14)  # moves the momentum, too
-    for _ in range(2):
-        for x, y in loop.train_loader:
-            loop.criterion(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-    assert torch.equal(model.fc.weight, loop.model.fc.weight)
-
-
 class Own(AbstractScheduler, AbstractCallback):
     """As AIToolbox's users write them: the scheduler is put into ``self.scheduler``, and stepped by hand."""
 
@@ -418,10 +402,6 @@ def test_learning_rate_monitor() -> None:
     )
     assert loop.history["lr"] == [0.1, pytest.approx(0.01)]
     assert loop.history.step_indices("lr") == [1, 3, 6, 9, 12]
-
-
-def test_data_is_odd() -> None:
-    assert len(make_data()) % 16  # else the short last step of test_any_scheduler_of_torch is not short
 
 
 # -- lengths -----------------------------------------------------------------------------------------------------------
