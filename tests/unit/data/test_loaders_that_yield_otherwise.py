@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.loops import Layers
-from kit.simulated_ranks import SEED, Exchange, rank_steps
+from kit.simulated_ranks import SEED, in_ranks, rank_steps
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
@@ -91,14 +91,11 @@ def test_a_resumed_epoch_continues_at_its_batch(kind: Any, world_size: int) -> N
 
 
 def evaluated(kind: Any, world_size: int) -> Batches:
-    exchange = Exchange(world_size)
-
-    def of_rank(rank: int) -> list[tuple[int, list[int], int]]:
-        feed = EvalFeed(kind(range(ROWS), 3), rank=rank, world_size=world_size, seed=SEED)
-        feed._exchange_ints = exchange.of_rank(rank) if world_size > 1 else None
+    def of_rank(ranked: dict[str, Any]) -> list[tuple[int, list[int], int]]:
+        feed = EvalFeed(kind(range(ROWS), 3), seed=SEED, **ranked)
         return [(index, batch.tolist(), size) for index, batch, size in feed.batches()]
 
-    ranks: Any = exchange.run([lambda rank=rank: of_rank(rank) for rank in range(world_size)])  # type: ignore[misc]
+    ranks: Any = in_ranks(world_size, of_rank)
     assert all(size == len(batch) for rank in ranks for _, batch, size in rank)
     return [batch for _, batch, _ in sorted(batch for rank in ranks for batch in rank)]
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.simulated_group import RankOfGroup, SimulatedGroup
 
 from trainloop._metrics import EpochEnd, LateRead, LogCall, Recorder, exact_sum, named_losses, rows_of
 from trainloop._metrics.exchange import Gathered
@@ -31,35 +32,12 @@ def log(recorder: Recorder, name: str, value: Any, batch_size: Any = None, **ask
 
 def in_ranks(world_size: int, work: Callable[[Recorder, int], Any], **arguments: Any) -> tuple[list[Any], int]:
     """Results of ``work(recorder, rank)`` by rank, and the number of exchanges; ranks are threads here."""
-    barrier = threading.Barrier(world_size, timeout=20)
-    boards: list[dict[int, bytes]] = []
-    lock = threading.Lock()
+    group = SimulatedGroup(world_size)
 
-    def gather_of(rank: int) -> Callable[[Any], list[Any]]:
-        exchanges = 0
+    def on_rank(of: RankOfGroup) -> Any:
+        return work(Recorder(rank=of.get_rank(), exchange=Gathered(of.gather_object), **arguments), of.get_rank())
 
-        def gather(mine: Any) -> list[Any]:
-            nonlocal exchanges
-            with lock:
-                if len(boards) == exchanges:
-                    boards.append({})
-                boards[exchanges][rank] = pickle.dumps(mine)
-            board = boards[exchanges]
-            exchanges += 1
-            barrier.wait()
-            return [mine if r == rank else pickle.loads(board[r]) for r in range(world_size)]
-
-        return gather
-
-    def run(rank: int) -> Any:
-        try:
-            return work(Recorder(rank=rank, exchange=Gathered(gather_of(rank)), **arguments), rank)
-        except BaseException:
-            barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(world_size) as pool:
-        return [future.result() for future in [pool.submit(run, rank) for rank in range(world_size)]], len(boards)
+    return group.run(on_rank), group.exchanges
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
