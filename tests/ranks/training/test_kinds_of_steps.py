@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from kit.alternating_models import (
     wgan_optimizers,
 )
 from kit.loops import cpu_loop
+from kit.ranks import run_own_ranks
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -109,11 +109,9 @@ class Disagreeing(WGAN):
         yield from super().get_loss(batch_data, criterion, device)
 
 
-def in_rank(rank: int, ranks: int, folder: str) -> None:
+def in_rank(ranks: int) -> dict[str, Any]:
     """Each case, in a group that is up: the loops join it, so that all cases cost one start."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    rank = torch.distributed.get_rank()
     facts: dict[str, Any] = {name: trained(name, ranks, "ddp") for name in cases()}
 
     torch.manual_seed(0)
@@ -136,15 +134,13 @@ def in_rank(rank: int, ranks: int, folder: str) -> None:
         ).fit(num_epochs=1)
     except ConfigurationError as error:
         facts["disagreeing"] = str(error)
-    torch.save(facts, f"{folder}/facts-{rank}")
-    torch.distributed.destroy_process_group()
+    return facts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_equal_one_process(ranks: int, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(in_rank, (ranks, str(tmp_path)), nprocs=ranks)
-    everyone = [torch.load(tmp_path / f"facts-{rank}", weights_only=False) for rank in range(ranks)]
+    everyone = run_own_ranks(in_rank, ranks, ranks, folder=tmp_path)
     for name in cases():
         state, history, loss = trained(name, 1, "single")
         for facts in everyone:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
@@ -23,6 +22,7 @@ import torch
 from kit.descriptors import all_low_numbers_taken
 from kit.loops import cpu_loop
 from kit.places import IMPORTS
+from kit.programs import wait_until
 from kit.saved_names import NAMES, names_in
 from kit.tuning_kinds import MakeBusy, MakeFailing, Scaled, make_broken, make_frequencies, make_scaled, rows
 from torch import Tensor, nn
@@ -320,14 +320,6 @@ def test_a_search_that_is_ended_leaves_no_process_and_goes_on_later(
     assert [trial.state for trial in found.trials] == ["done", "done"]
     runs = sorted(path.name for path in marks.iterdir())
     assert runs == ["hang-0-0", "hang-1-0", "hang-1-1", "nothing-0-0", "nothing-1-0"]
-
-
-def wait_until(condition: Callable[[], bool], run: subprocess.Popen[str] | None = None, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        assert run is None or run.poll() is None, run.communicate()
-        time.sleep(0.02)
 
 
 class Watch(threading.Thread):
