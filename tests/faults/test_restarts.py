@@ -13,6 +13,7 @@ import pytest
 import torch
 from kit.checkpoints import same
 from kit.loops import Layers, cpu_loop
+from kit.small_loop import Raises
 from kit.survival import LOADERS, Plan, SoftError, rows, train
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -321,22 +322,10 @@ def test_a_restarted_run_is_profiled_from_its_own_first_step(tmp_path: Path) -> 
     assert trace.name == f"rank0_step{restart.step + 8}.pt.trace.json"
 
 
-class Fails(AbstractCallback):
-    """In every start, at the same step; or once, in a way that no restart can heal."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__("Fails")
-        self.error = error
-
-    def on_batch_end(self) -> None:
-        if self.train_loop_obj.global_step == 5:
-            raise self.error
-
-
 def fails(error: Exception, **fit: Any) -> tuple[TrainLoop, WorkerFailedError]:
     tl = linear_loop(batch_size=8)
     with pytest.raises(WorkerFailedError) as raised:
-        tl.fit(num_epochs=1, callbacks=[Fails(error)], **fit)
+        tl.fit(num_epochs=1, callbacks=[Raises(error, step=5)], **fit)
     return tl, raised.value
 
 
@@ -345,7 +334,7 @@ def test_a_failure_that_recurs_ends_the_run() -> None:
     tl, error = fails(LookupError("always"), max_restarts=-1)
     assert "rank 0 of 1 raised LookupError: always" in error.message
     assert "The same failure occurred again after step 4, so another restart would not help." in error.message
-    assert "in on_batch_end" in error.traceback
+    assert "in fail" in error.traceback
     assert len(tl.restarts) == 1
 
     tl, error = fails(ConfigurationError("this package's own"), max_restarts=5)

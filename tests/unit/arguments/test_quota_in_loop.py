@@ -9,6 +9,7 @@ import pytest
 import torch
 from kit.loops import Layers, cpu_loop
 from kit.sharded_models import FSDP
+from kit.small_loop import Raises
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -76,13 +77,9 @@ def test_ranks_divide_the_quota(mode: str) -> None:
 
 
 def test_the_quota_ends_when_training_fails() -> None:
-    class Broken(AbstractCallback):
-        def on_batch_end(self) -> None:
-            raise ValueError("broken")
-
     before = os.sched_getaffinity(0)
     with pytest.raises(ValueError, match="broken"):
-        make(1).fit(num_epochs=1, callbacks=[Broken()])
+        make(1).fit(num_epochs=1, callbacks=[Raises(ValueError("broken"))])
     assert os.sched_getaffinity(0) == before
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
+from kit.small_loop import STEPS_PER_EPOCH, Net, Raises, Scores, make_loop
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -222,14 +222,10 @@ def test_time_of_resumed_runs_adds_up(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_clock_stops_with_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fails(AbstractCallback):
-        def on_epoch_end(self) -> None:
-            raise OSError("no more")
-
     limit = TimeLimit(1000)
     clock = Clock(monkeypatch)
     with pytest.raises(OSError, match="no more"):
-        make_loop().fit(num_epochs=1, callbacks=[clock, limit, Fails()])
+        make_loop().fit(num_epochs=1, callbacks=[clock, limit, Raises(OSError("no more"), "on_epoch_end")])
     clock.now += 500.0
     assert limit.elapsed_s == STEPS_PER_EPOCH
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kit.loops import Layers
-from kit.small_loop import STEPS_PER_EPOCH, make_loop
+from kit.small_loop import STEPS_PER_EPOCH, Raises, make_loop
 from torch import nn, optim
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.data import DataLoader
@@ -42,16 +42,10 @@ def test_the_profiler_traces_the_steps_it_is_asked_for(tmp_path: Path) -> None:
         Profiler(active=0)
 
 
-class Fails(AbstractCallback):
-    def on_batch_end(self) -> None:
-        if self.train_loop_obj.global_step == 2:
-            raise KeyError("here")
-
-
 def test_the_profiler_ends_with_a_training_that_fails(tmp_path: Path) -> None:
     profiler = Profiler(tmp_path, skip=0, warmup=1, active=50)
     with pytest.raises(KeyError, match="here"):
-        make_loop().fit(num_epochs=1, callbacks=[profiler, Fails()])
+        make_loop().fit(num_epochs=1, callbacks=[profiler, Raises(KeyError("here"), step=2)])
     again = Profiler(tmp_path, skip=0, warmup=1, active=1)  # torch has one profiler at a time
     make_loop().fit(num_epochs=1, callbacks=[again])
     assert len(again.traces) == 1

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit.loops import cpu_loop
+from kit.small_loop import Raises
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -113,16 +114,6 @@ class Counted(optim.SGD):
             p.sub_(p.grad / sums[0].sqrt(), alpha=0.1)
 
 
-class StopsBefore(AbstractCallback):
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.step = step
-
-    def on_batch_begin(self) -> None:
-        if self.train_loop_obj.global_step == self.step:
-            raise RuntimeError("stopped")
-
-
 def fit(made: Callable[[nn.Module], optim.Optimizer], *callbacks: AbstractCallback, **arguments: Any) -> list[Tensor]:
     x, y = torch.randn(20, 4, generator=torch.Generator().manual_seed(1)), torch.arange(20) % 3
     model = Net()
@@ -143,7 +134,11 @@ def fit(made: Callable[[nn.Module], optim.Optimizer], *callbacks: AbstractCallba
 def test_a_run_resumes_to_the_bit(made: Callable[[nn.Module], optim.Optimizer], step: int, tmp_path: Path) -> None:
     uninterrupted = fit(made)
     with pytest.raises(RuntimeError, match="stopped"):
-        fit(made, ModelCheckpoint(tmp_path, every_n_steps=1), StopsBefore(step))
+        fit(
+            made,
+            ModelCheckpoint(tmp_path, every_n_steps=1),
+            Raises(RuntimeError("stopped"), "on_batch_begin", step=step),
+        )
     resumed = fit(made, ModelCheckpoint(tmp_path, every_n_steps=1), resume_from="last")
     torch.testing.assert_close(list(resumed), list(uninterrupted), rtol=0, atol=0)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.small_loop import STEPS_PER_EPOCH, Net, make_loop
+from kit.small_loop import STEPS_PER_EPOCH, Net, Raises, make_loop
 
 from trainloop import AbstractCallback, TrainLoop, TTModel
 from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint, TensorBoard
@@ -135,20 +135,14 @@ def test_what_a_hook_logs_belongs_to_its_epoch() -> None:
 def test_a_resumed_run_has_each_value_once(folder: Path, every: dict[str, Any]) -> None:
     """Ended in the middle of each step and begun again: the rows of a run that nobody disturbed."""
 
-    class Ends(AbstractCallback):
-        def __init__(self, step: int) -> None:
-            super().__init__("ends", execution_order=2000)
-            self.step = step
-
-        def on_batch_begin(self) -> None:
-            if self.train_loop_obj.global_step == self.step:
-                raise KeyboardInterrupt
-
     # The newest checkpoint is the last step's, or the last epoch's: then its steps are counted again.
     for step in range(1, 2 * STEPS_PER_EPOCH, 4):
         keeper, tl = ModelCheckpoint(f"step{step}", **every), make_loop(seed=1)
         with pytest.raises(KeyboardInterrupt):
-            tl.fit(num_epochs=2, callbacks=[Counts(), keeper, Ends(step)])
+            tl.fit(
+                num_epochs=2,
+                callbacks=[Counts(), keeper, Raises(KeyboardInterrupt(), "on_batch_begin", step=step, order=2000)],
+            )
         tl = make_loop(seed=1)
         tl.fit(num_epochs=2, callbacks=[Counts(), keeper], resume_from="last")
         assert rows_of_hooks(tl) == expected_rows(2)
