@@ -382,24 +382,6 @@ def test_ranks_may_log_anything(ranks: list[list[tuple[str, int, float, int, boo
     assert len({repr(result) for result in results}) == 1  # the same bits on every rank
 
 
-def test_what_stays_on_a_rank() -> None:
-    def work(recorder: Recorder, rank: int) -> Any:
-        recorder.step = 1
-        log(recorder, "own", float(rank), sync_dist=False)
-        log(recorder, "main", float(rank + 1), rank_zero_only=True)
-        log(recorder, "all", float(rank))
-        end = recorder.finish_epoch(attachment=("from", rank))
-        return end.metrics, rows_of(end.steps), end.attachments, recorder.rank_zero_only_names
-
-    results, exchanges = in_ranks(2, work)
-    assert exchanges == 1
-    assert [metrics for metrics, *_ in results] == [{"all": 0.5, "own": 0.0, "main": 1.0}, {"all": 0.5, "own": 1.0}]
-    assert results[0][1] == [(1, {"all": 0.5, "own": 0.0, "main": 1.0})]
-    assert results[1][1] == [(1, {"all": 0.5, "own": 1.0})]
-    assert all(attachments == [("from", 0), ("from", 1)] for _, _, attachments, _ in results)
-    assert all(names == {"main"} for *_, names in results)
-
-
 def test_nothing_is_sent_without_a_step() -> None:
     def work(recorder: Recorder, rank: int) -> Any:
         recorder.step = 1
@@ -558,20 +540,6 @@ def test_parts_of_the_loss_are_the_loops_own() -> None:
     recorder.add_loss(MultiLoss({"d": torch.tensor(1.0)}), 1)
     with pytest.raises(ConfigurationError, match="the loop records 'val_loss_d' itself"):
         log(recorder, "val_loss_d", 1.0)
-
-
-def test_ranks_must_agree_on_options() -> None:
-    def work(recorder: Recorder, rank: int) -> str:
-        recorder.step = 1
-        log(recorder, "x", 1.0, reduce="mean" if rank == 0 else "sum")
-        with pytest.raises(ConfigurationError) as error:
-            recorder.finish_epoch()
-        return str(error.value)
-
-    results, _ = in_ranks(2, work)
-    expected = "log('x', ...): rank 0 logs this metric with reduce='mean', but rank 1 with reduce='sum'. "
-    expected += "Use the same options in all calls with this name."
-    assert results == [expected] * 2
 
 
 @pytest.mark.gpu
