@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from world import Entry, Items, Parts, in_all_modes, loaders, plain, randint, randn
 
-from trainloop import TTModel
+from trainloop import TTBasicModel, TTModel
 from trainloop.distributed import all_gather
 
 TRAIN, HELD_OUT = 37, 11
@@ -114,7 +114,7 @@ def make_contrastive(batch: int, shuffle: bool) -> Parts:
 # -- several forwards, unused parameters, nested tensors ---------------------------------------------------------------
 
 
-class Consistency(TTModel):
+class Consistency(TTBasicModel):
     """FixMatch: the weak view's prediction, without gradients, is the strong view's target; and a side head."""
 
     def __init__(self) -> None:
@@ -130,10 +130,6 @@ class Consistency(TTModel):
             target = self(x).softmax(1)
         strong = F.cross_entropy(self(0.5 * x), target)
         return criterion(self(x), y) + strong + 0.1 * criterion(self.side(self.body(x)), y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        return self(x), y, {}
 
 
 def classified(model: Any, batch: int, shuffle: bool, make_optimizer: Any = optim.Adam) -> Parts:
@@ -157,7 +153,7 @@ def consistency_loss(model: Any, batch: Any) -> Tensor:
     return F.cross_entropy(model(x), y) + strong + 0.1 * F.cross_entropy(model.side(model.body(x)), y)
 
 
-class LayerDrop(TTModel):
+class LayerDrop(TTBasicModel):
     """A branch that some steps leave out, and one that none takes: Adam must not move what has no gradient."""
 
     def __init__(self) -> None:
@@ -172,20 +168,12 @@ class LayerDrop(TTModel):
             self.step += 1
         return self.head(self.branch(h) if self.step % 3 else h)
 
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        x, y = batch_data
-        return criterion(self(x), y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        return self(x), y, {}
-
 
 def make_layer_drop(batch: int, shuffle: bool) -> Parts:
     return classified(LayerDrop().double(), batch, shuffle)
 
 
-class Ragged(TTModel):
+class Ragged(TTBasicModel):
     """Sequences of any length as a nested tensor, made in the model from what the collator left a list."""
 
     def __init__(self) -> None:
@@ -197,14 +185,6 @@ class Ragged(TTModel):
         nested = torch.nested.nested_tensor(sequences, layout=torch.jagged)
         hidden = self.embed(nested).relu()
         return self.head(torch.stack([part.mean(0) for part in hidden.unbind()]))
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        x, y = batch_data
-        return criterion(self(x), y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        return self(x), y, {}
 
 
 def as_lists(rows: list[tuple[Tensor, int]]) -> tuple[list[Tensor], Tensor]:

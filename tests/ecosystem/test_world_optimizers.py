@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from torchao.optim import AdamW8bit
 from world import Entry, Parts, in_all_modes, loaders, plain, randint, randn, steps
 
-from trainloop import MultiOptimizer, TTModel
+from trainloop import MultiOptimizer, TTBasicModel, TTModel
 from trainloop.callbacks import AbstractCallback, ExponentialMovingAverage, LRScheduler
 
 TRAIN, HELD_OUT = 37, 11
@@ -24,21 +24,13 @@ TRAIN, HELD_OUT = 37, 11
 pytestmark = pytest.mark.filterwarnings("ignore:LRScheduler. the schedule ends after")
 
 
-class Net(TTModel):
+class Net(TTBasicModel):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        x, y = batch_data
-        return criterion(self(x), y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        return self(x), y, {}
 
 
 def data(dtype: torch.dtype = torch.float64) -> tuple[TensorDataset, TensorDataset]:

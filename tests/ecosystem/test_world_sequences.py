@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from world import Entry, Items, Parts, in_all_modes, loaders, plain, randint, randn, steps
 
-from trainloop import TTModel
+from trainloop import TTBasicModel, TTModel
 from trainloop.callbacks import LRScheduler
 
 TRAIN, HELD_OUT = 37, 11
@@ -24,7 +24,7 @@ PAD = 0
 # -- mnist_rnn ---------------------------------------------------------------------------------------------------------
 
 
-class MnistRnn(TTModel):
+class MnistRnn(TTBasicModel):
     """Rows of an image through an LSTM; its weights are one flat buffer, and it holds weak references."""
 
     def __init__(self) -> None:
@@ -36,14 +36,6 @@ class MnistRnn(TTModel):
     def forward(self, x: Tensor) -> Tensor:
         output, _ = self.rnn(x)
         return F.log_softmax(self.fc(self.batchnorm(output[:, -1])), dim=1)
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        x, y = batch_data
-        return criterion(self(x), y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        return self(x), y, {}
 
 
 def make_mnist_rnn(batch: int, shuffle: bool) -> Parts:
@@ -73,7 +65,7 @@ def mnist_rnn_by_hand(parts: Parts, epochs: int) -> None:
 # -- time_sequence_prediction ------------------------------------------------------------------------------------------
 
 
-class TimeSequence(TTModel):
+class TimeSequence(TTBasicModel):
     """LSTM cells over the time steps, all sequences at once, and an optimizer that asks for the loss itself."""
 
     def __init__(self) -> None:
@@ -91,14 +83,6 @@ class TimeSequence(TTModel):
             h2, c2 = self.lstm2(h1, (h2, c2))
             outputs.append(self.linear(h2))
         return torch.cat(outputs, dim=1)
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        x, y = batch_data
-        return criterion(self(x), y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        return self(x), y, {}
 
 
 def make_time_sequence(batch: int, shuffle: bool) -> Parts:

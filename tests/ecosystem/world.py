@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -215,16 +216,13 @@ def train(
     **arguments: Any,
 ) -> TrainLoop:  # fmt: skip
     ranks: dict[str, Any] = {} if mode == "single" else {"devices": 2}
-    tl = TrainLoop(
+    tl = cpu_loop(
         parts.model,
         parts.train,
-        parts.held_out,
-        None,
         parts.optimizer,
         parts.criterion,
+        validation_loader=parts.held_out,
         gpu_mode=mode,
-        accelerator="cpu",
-        progress_bar=False,
         timeout=120,
         **{**ranks, **entry.loop, **arguments},
     )

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 import torch
+from kit.loops import cpu_loop
 from torch import nn, optim
 from torch.utils.data import DataLoader
 from world_rows import Rows, items
 
-from trainloop import TrainLoop
 from trainloop.callbacks import AbstractCallback, ModelCheckpoint
 
 SAMPLES, BATCH, EPOCHS = 37, 8, 2
@@ -49,15 +49,14 @@ class KilledOnce(AbstractCallback):
 
 def run(folder: str) -> None:
     model, optimizer = make()
-    tl = TrainLoop(
+    tl = cpu_loop(
         model,
         DataLoader(items(SAMPLES), BATCH),
-        DataLoader(items(11), 3),
-        optimizer=optimizer,
+        optimizer,
+        None,
+        validation_loader=DataLoader(items(11), 3),
         gpu_mode="ddp",
-        accelerator="cpu",
         seed=3,
-        progress_bar=False,
         timeout=60,
     )
     keeper = ModelCheckpoint(f"{folder}/checkpoints", every_n_epochs=None, every_n_steps=1)

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kit.loops import cpu_loop
+
 PLACES = ("getitem", "get_loss", "on_multiprocess_start", "on_train_begin", "on_epoch_begin", "on_batch_begin",
           "on_after_gradient_update", "on_after_optimizer_step", "on_batch_end", "on_evaluation_begin",
           "on_after_batch_prediction", "on_evaluation_end", "on_log", "on_epoch_end", "on_train_end", "on_exception",
@@ -42,7 +44,7 @@ def job(
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
 
-    from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+    from trainloop import AbstractCallback, TTBasicModel
     from trainloop.callbacks import ModelCheckpoint
     from trainloop.distributed import get_rank
 
@@ -106,19 +108,15 @@ def job(
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     batch = 12 // ranks
-    tl = TrainLoop(
+    tl = cpu_loop(
         model,
         DataLoader(Rows(), batch, shuffle=True, num_workers=workers),
-        DataLoader(Rows(), batch),
-        None,
         optimizer,
-        nn.CrossEntropyLoss(),
+        validation_loader=DataLoader(Rows(), batch),
         gpu_mode="ddp" if ranks > 1 else "single",
-        accelerator="cpu",
         devices=ranks,
         seed=3,
         timeout=timeout,
-        progress_bar=False,
     )
     keeper = ModelCheckpoint(f"{where}/checkpoints", every_n_epochs=None, every_n_steps=1, keep=2)
     tl.fit(num_epochs=2, callbacks=[Tells("tells"), Strikes("strikes"), keeper], resume_from="last")

@@ -25,6 +25,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from kit.programs import wait_until
 from torch.utils.data import DataLoader, Dataset
 
 from trainloop._launch import failures, launch
@@ -378,11 +379,7 @@ class Running:
             text=True,
             start_new_session=True,
         )
-        deadline = time.monotonic() + 100
-        while not all((folder / f"pid-{rank}").exists() for rank in range(2)):
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: all((folder / f"pid-{rank}").exists() for rank in range(2)), self.process, seconds=100)
         time.sleep(0.2)
         self.pids = [int((folder / f"pid-{rank}").read_text()) for rank in range(2)]
 
@@ -396,10 +393,7 @@ class Running:
                     os.kill(pid, signal.SIGKILL)
 
     def wait_for_ranks(self) -> None:
-        deadline = time.monotonic() + ENDS_WITHIN_S
-        while alive := [pid for pid in self.pids if psutil.pid_exists(pid)]:
-            assert time.monotonic() < deadline, alive
-            time.sleep(0.05)
+        wait_until(lambda: not any(map(psutil.pid_exists, self.pids)), seconds=ENDS_WITHIN_S)
 
 
 @pytest.mark.long

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from kit.checkpoints import same
+from kit.loops import Layers, cpu_loop
+from kit.small_loop import Raises
 from kit.survival import LOADERS, Plan, SoftError, rows, train
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, TrainLoop, TTBasicModel, checkpoint
+from trainloop import AbstractCallback, TrainLoop, checkpoint
 from trainloop.callbacks import ModelCheckpoint, Profiler
 from trainloop.checkpoint import file
 from trainloop.errors import ConfigurationError, WorkerFailedError
@@ -38,26 +40,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return get
 
 
-class Linear(TTBasicModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
-
-
 def linear_loop(batch_size: int) -> TrainLoop:
     """A loop of one layer over a few rows, in one process."""
-    model = Linear()
-    return TrainLoop(
-        model,
-        DataLoader(TensorDataset(*rows()), batch_size),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        accelerator="cpu",
-        progress_bar=False,
-    )
+    model = Layers(nn.Linear(6, 3))
+    return cpu_loop(model, DataLoader(TensorDataset(*rows()), batch_size))
 
 
 def assert_survives(
@@ -274,14 +260,11 @@ def test_the_checkpoint_that_is_taken_is_this_runs(tmp_path: Path) -> None:
 
     def fit(*callbacks: AbstractCallback, seed: int = 3, **options: Any) -> TrainLoop:
         torch.manual_seed(seed)
-        model = Linear()
-        tl = TrainLoop(
+        model = Layers(nn.Linear(6, 3))
+        tl = cpu_loop(
             model,
             DataLoader(TensorDataset(*rows()), 8, shuffle=True),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            criterion=nn.CrossEntropyLoss(),
-            accelerator="cpu",
-            progress_bar=False,
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
             seed=seed,
         )
         tl.fit(num_epochs=1, callbacks=list(callbacks), **options)
@@ -330,38 +313,19 @@ def test_a_resumed_run_restarts_as_the_same_run(tmp_path: Path, begins_at: int, 
 
 @pytest.mark.long
 def test_a_restarted_run_is_profiled_from_its_own_first_step(tmp_path: Path) -> None:
-    model = Linear()
+    model = Layers(nn.Linear(6, 3))
     profilers = [Profiler(tmp_path / "amidst", skip=3, warmup=1, active=4), DiesOnce(tmp_path)]
-    tl = TrainLoop(
-        model,
-        DataLoader(TensorDataset(*rows()), 4),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        accelerator="cpu",
-        progress_bar=False,
-    )
+    tl = cpu_loop(model, DataLoader(TensorDataset(*rows()), 4))
     tl.fit(num_epochs=1, callbacks=profilers, max_restarts=1, restart_every_steps=1)
     [restart] = tl.restarts
     [trace] = (tmp_path / "amidst").iterdir()
     assert trace.name == f"rank0_step{restart.step + 8}.pt.trace.json"
 
 
-class Fails(AbstractCallback):
-    """In every start, at the same step; or once, in a way that no restart can heal."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__("Fails")
-        self.error = error
-
-    def on_batch_end(self) -> None:
-        if self.train_loop_obj.global_step == 5:
-            raise self.error
-
-
 def fails(error: Exception, **fit: Any) -> tuple[TrainLoop, WorkerFailedError]:
     tl = linear_loop(batch_size=8)
     with pytest.raises(WorkerFailedError) as raised:
-        tl.fit(num_epochs=1, callbacks=[Fails(error)], **fit)
+        tl.fit(num_epochs=1, callbacks=[Raises(error, step=5)], **fit)
     return tl, raised.value
 
 
@@ -370,7 +334,7 @@ def test_a_failure_that_recurs_ends_the_run() -> None:
     tl, error = fails(LookupError("always"), max_restarts=-1)
     assert "rank 0 of 1 raised LookupError: always" in error.message
     assert "The same failure occurred again after step 4, so another restart would not help." in error.message
-    assert "in on_batch_end" in error.traceback
+    assert "in fail" in error.traceback
     assert len(tl.restarts) == 1
 
     tl, error = fails(ConfigurationError("this package's own"), max_restarts=5)
@@ -389,7 +353,7 @@ def test_a_failure_that_recurs_ends_the_run() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], said: str) -> None:
-    model = Linear()
+    model = Layers(nn.Linear(6, 3))
     tl = TrainLoop(
         model,
         DataLoader(TensorDataset(*rows()), 8),

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from kit.survival import Strikes, rows
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTBasicModel
+from trainloop import TTBasicModel
 from trainloop.callbacks import MLflowTracking, WandBTracking
 
 # They write down what they are told, in whichever process: as the services' own libraries, which tests don't have.
@@ -92,15 +93,7 @@ def test_trackers_of_a_run_that_was_struck(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(str(libraries))
     torch.manual_seed(0)
     model = Logs()
-    tl = TrainLoop(
-        model,
-        DataLoader(TensorDataset(*rows()), 12, shuffle=True),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        accelerator="cpu",
-        progress_bar=False,
-        seed=3,
-    )
+    tl = cpu_loop(model, DataLoader(TensorDataset(*rows()), 12, shuffle=True), seed=3)
     strikes = Strikes(str(tmp_path), [(0, "on_batch_end", 5, "SIGKILL"), (0, "on_epoch_begin", 8, "SIGKILL")])
     trackers = [WandBTracking(batch_log_frequency=1), MLflowTracking(log_every_n_steps=1)]
     tl.fit(num_epochs=2, callbacks=[strikes, *trackers], max_restarts=2, restart_every_steps=3)

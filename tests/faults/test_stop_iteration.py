@@ -6,10 +6,11 @@ import time
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import nn, optim
 from torch.utils.data import DataLoader, Dataset
 
-from trainloop import TrainLoop, TTBasicModel
+from trainloop import TTBasicModel
 from trainloop.errors import WorkerFailedError
 
 
@@ -35,15 +36,13 @@ class Net(TTBasicModel):
 @pytest.mark.long
 def test_one_ranks_stop_iteration_ends_the_run():
     model = Net()
-    loop = TrainLoop(
+    loop = cpu_loop(
         model,
         DataLoader(Stops(), 4),
-        optimizer=optim.SGD(model.parameters(), lr=0.01),
-        criterion=nn.MSELoss(),
+        optim.SGD(model.parameters(), lr=0.01),
+        nn.MSELoss(),
         gpu_mode="ddp",
-        accelerator="cpu",
         devices=2,
-        progress_bar=False,
         timeout=600,
     )
     start = time.monotonic()

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn, optim
+from kit.loops import Layers, cpu_loop
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop import AbstractCallback
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.errors import WorkerFailedError
 
@@ -47,15 +48,9 @@ class Rows(Dataset[Any]):
         return torch.ones(8), index % 3
 
 
-class Net(TTBasicModel):
+def net() -> Layers:
     """With buffers, which DDP exchanges before each forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+    return Layers(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
 class Goes(AbstractCallback):
@@ -89,18 +84,8 @@ class Goes(AbstractCallback):
 
 def fit(place: str, folder: Path, ranks: int = 2, on_rank: int = 1) -> WorkerFailedError:
     torch.manual_seed(0)
-    model = Net()
-    loop = TrainLoop(
-        model,
-        DataLoader(Rows(place), batch_size=4),
-        optimizer=optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        gpu_mode="ddp",
-        accelerator="cpu",
-        devices=ranks,
-        timeout=TIMEOUT_S,
-        progress_bar=False,
-    )
+    model = net()
+    loop = cpu_loop(model, DataLoader(Rows(place), batch_size=4), gpu_mode="ddp", devices=ranks, timeout=TIMEOUT_S)
     keeper = [ModelCheckpoint(folder, every_n_epochs=None, every_n_steps=2)] if place == "state_dict" else []
     with pytest.raises(WorkerFailedError) as caught:
         loop.fit(num_epochs=1, callbacks=[Goes(place, on_rank), *keeper])
@@ -156,18 +141,8 @@ class LeavesAThread(AbstractCallback):
 
 @pytest.mark.slow
 def test_a_rank_that_is_done_but_does_not_end_costs_no_result() -> None:
-    model = Net()
-    loop = TrainLoop(
-        model,
-        DataLoader(Rows(""), batch_size=4),
-        optimizer=optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        gpu_mode="ddp",
-        accelerator="cpu",
-        devices=2,
-        timeout=TIMEOUT_S,
-        progress_bar=False,
-    )
+    model = net()
+    loop = cpu_loop(model, DataLoader(Rows(""), batch_size=4), gpu_mode="ddp", devices=2, timeout=TIMEOUT_S)
     with pytest.warns(
         RuntimeWarning, match="(?s)1 of 2 ranks did not exit within 4 s after finishing all work.*rank 1"
     ):

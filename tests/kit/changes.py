@@ -14,7 +14,8 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import parametrize, prune
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, WeightedRandomSampler
 
-from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTModel
+from kit.small_loop import Raises
+from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTBasicModel
 from trainloop.callbacks import ModelCheckpoint
 
 D = torch.float64
@@ -43,7 +44,7 @@ class Rows(Dataset[Any]):
         return self.x[index], self.y[index] + self.shift
 
 
-class Net(TTModel):
+class Net(TTBasicModel):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -57,13 +58,6 @@ class Net(TTModel):
         out = self.head(hidden) * self.gain
         extra = getattr(self.head, "extra", None)
         return out if extra is None else out * extra
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        return criterion(self(x), y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
 
 
 def sgd(model: nn.Module, lr: float = 0.05) -> optim.Optimizer:
@@ -443,20 +437,6 @@ def arguments(mode: str) -> dict[str, Any]:
     return {"ddp_model_args": {"find_unused_parameters": True}} if mode == "ddp" else {}
 
 
-class Killed(RuntimeError):
-    """The end of a run that is resumed."""
-
-
-class Kill(AbstractCallback):
-    def __init__(self, step: int) -> None:
-        super().__init__("kill", execution_order=5000)
-        self.step = step
-
-    def on_batch_begin(self) -> None:
-        if self.train_loop_obj.global_step == self.step:
-            raise Killed(f"after step {self.step}")
-
-
 class Again(Change):
     """As users write it: what a checkpoint does not contain is changed again where the run resumes."""
 
@@ -507,7 +487,14 @@ def resumed_differs(change: str, mode: str, moment: str, folder: Path, step: int
         loop = loop_of(change, mode, seed=0)
         if kill is not None:
             try:
-                loop.fit(num_epochs=4, callbacks=[*callbacks, Kill(kill)], **arguments(mode))
+                loop.fit(
+                    num_epochs=4,
+                    callbacks=[
+                        *callbacks,
+                        Raises(RuntimeError(f"after step {kill}"), "on_batch_begin", step=kill, order=5000),
+                    ],
+                    **arguments(mode),
+                )
             except Exception as error:
                 if "after step" not in str(error):
                     raise

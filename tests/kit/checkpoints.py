@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from conftest import make_data
 from kit.places import ROOT
-from trainloop import TrainLoop, TTModel, checkpoint
+from trainloop import TrainLoop, TTBasicModel, checkpoint
 from trainloop.callbacks.checkpoints.checkpoint import ModelCheckpoint
 from trainloop.checkpoint import CheckpointInfo, folder
 from trainloop.history import History
@@ -145,7 +145,7 @@ def resumed(keeper: ModelCheckpoint) -> StandIn:
     return loop
 
 
-class Distilled(TTModel):
+class Distilled(TTBasicModel):
     """A student beside a frozen teacher, which checkpoints may leave out."""
 
     def __init__(self, teacher_seed: int = 1, seed: int = 0) -> None:
@@ -163,10 +163,6 @@ class Distilled(TTModel):
         x, y = batch_data
         found = self(x)
         return criterion(found, y) + nn.functional.mse_loss(found, self.teacher(x))
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        return self(x), y, {}
 
 
 def distilled_loop(model: Any = None, **options: Any) -> TrainLoop:

@@ -10,7 +10,7 @@ from torch import Tensor, nn, optim
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTModel
+from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTBasicModel
 
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 5.0, 0.7], dtype=torch.float64)
 # Since torch 2.13: the last layer and the loss in one.
@@ -27,7 +27,7 @@ if HAS_LINEAR:
     }
 
 
-class Classifier(TTModel):
+class Classifier(TTBasicModel):
     """Draws no random numbers, so that it is the same in all modes."""
 
     def __init__(self, kind: str = "plain") -> None:
@@ -94,10 +94,6 @@ class Classifier(TTModel):
             parts = {"body": criterion(scores, y), "head": self.inner(scores, y.clamp(min=0))}
             return MultiLoss(parts)
         return criterion(scores, y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        return self(x.to(device)), y, {}
 
 
 def samples(n: int, *, ignored: int = -100, tokens: int = 0, first: int = 0) -> TensorDataset:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trainloop import TTModel
+from trainloop import TTBasicModel
 
 
 class Broken(Exception):
     pass
 
 
-class Noisy(TTModel):
+class Noisy(TTBasicModel):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3))
@@ -35,9 +35,6 @@ class Noisy(TTModel):
     def checked(self, x: Tensor, loss: Tensor) -> Tensor:
         """Return the loss; for a batch with a bad sample, whose first value is 0, do what the test is about."""
         raise NotImplementedError
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
 
 
 class CarriesHidden(Noisy):

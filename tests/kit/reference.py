@@ -6,20 +6,21 @@ to be checked by eye.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 Loss = Callable[[nn.Module, Any], Tensor]  # of a batch, a mean over its samples
+
+
+def by_get_loss(criterion: Any = None) -> Loss:
+    """The loss that the model's own ``get_loss`` returns."""
+    return lambda model, batch: model.get_loss(batch, criterion, torch.device("cpu"))  # type: ignore[operator]
 
 
 def train(model: nn.Module, loader: Iterable[Any], optimizer: Optimizer, loss_of: Loss, num_epochs: int) -> list[float]:
@@ -39,18 +40,6 @@ def train(model: nn.Module, loader: Iterable[Any], optimizer: Optimizer, loss_of
     return epoch_losses
 
 
-def train_clipped(
-    model: nn.Module, loader: Iterable[Any], optimizer: Optimizer, loss_of: Loss, num_epochs: int, max_norm: float
-) -> None:
-    """Gradients clipped to a total norm before each step."""
-    for _ in range(num_epochs):
-        for batch in loader:
-            loss_of(model, batch).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def train_scheduled(
     model: nn.Module,
     loader: Iterable[Any],
@@ -59,6 +48,7 @@ def train_scheduled(
     num_epochs: int,
     scheduler: LRScheduler,
     every: str,
+    max_norm: float | None = None,
 ) -> list[float]:
     """A scheduler stepped after each optimizer step or after each epoch. Returns the learning rate of every step."""
     rates = []
@@ -66,6 +56,8 @@ def train_scheduled(
         for batch in loader:
             loss_of(model, batch).backward()
             rates.append(optimizer.param_groups[0]["lr"])
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
             optimizer.zero_grad()
             if every == "step":
@@ -109,37 +101,6 @@ def train_accumulated(
             optimizer.zero_grad()
             steps += 1
     return steps
-
-
-def train_ddp_rank(
-    rank: int,
-    world_size: int,
-    init_method: str,
-    make: Callable[[], tuple[nn.Module, Dataset[Any], Optimizer]],
-    loss_of: Loss,
-    batch_size: int,
-    num_epochs: int,
-) -> dict[str, Tensor]:
-    """One rank of a hand-written DistributedDataParallel training, Gloo on the CPU, unshuffled.
-
-    ``loss_of`` must go through the model's forward once, as plain DDP asks for. Returns the trained state dict.
-    """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
-    try:
-        model, dataset, optimizer = make()
-        sampler: DistributedSampler[Any] = DistributedSampler(dataset, world_size, rank, shuffle=False)
-        loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler)
-        wrapped = DistributedDataParallel(model)
-        for epoch in range(num_epochs):
-            sampler.set_epoch(epoch)
-            for batch in loader:
-                loss_of(wrapped, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return model.state_dict()
-    finally:
-        dist.destroy_process_group()
 
 
 def largest_difference(a: nn.Module | dict[str, Tensor], b: nn.Module | dict[str, Tensor]) -> float:

@@ -55,8 +55,11 @@ class SimulatedGroup:
         self._turns[0].release()
         for thread in threads:
             thread.join()
-        if errors:
-            raise next((error for error in errors if not isinstance(error, Abandoned)), errors[0])
+        try:
+            if errors:
+                raise next((error for error in errors if not isinstance(error, Abandoned)), errors[0])
+        finally:
+            errors.clear()  # their frames, and this one, would hold each other, and a loader's workers
         return results
 
     def exchange(self, rank: int, mine: Any, combine: Callable[[list[Any]], Any]) -> Any:

@@ -74,6 +74,21 @@ class Scores(AbstractCallback):
             self.train_loop_obj.insert_metric_result_into_history(self.name, value)
 
 
+class Raises(AbstractCallback):
+    """Raises an error in a hook; with ``step``, only where ``global_step`` has this value."""
+
+    def __init__(
+        self, error: BaseException, hook: str = "on_batch_end", *, step: int | None = None, order: int = 0
+    ) -> None:
+        super().__init__("raises", execution_order=order)
+        self.error, self.step = error, step
+        setattr(self, hook, self.fail)
+
+    def fail(self, *_: Any) -> None:
+        if self.step in (None, self.train_loop_obj.global_step):
+            raise self.error
+
+
 class Counts:
     """How many rows there are; and how often it was asked."""
 

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from kit.event_files import read
-from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop.callbacks import EarlyStopping, ExponentialMovingAverage, LRScheduler, ModelCheckpoint, TensorBoard
 from trainloop.checkpoint import file
 
@@ -209,7 +209,7 @@ LOADERS: dict[str, Callable[[int], Any]] = {
 }
 
 
-class Net(TTModel):
+class Net(TTBasicModel):
     """Draws in the loss, and counts in buffers."""
 
     def __init__(self) -> None:
@@ -231,9 +231,6 @@ class Net(TTModel):
         if self.training:
             self.log("loss_twice", 2 * loss.detach(), on_step=True, on_epoch=True)
         return loss
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
 
 
 def train(folder: Path, mode: str, ranks: int, kind: str, plan: list[Plan], seed: int | None = 3, **fit: Any) -> Any:

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from kit.event_files import event_files, read, steps, values_of
+from kit.loops import cpu_loop
 from kit.small_loop import Counts, Net, make_loop
 from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
-from trainloop import AbstractCallback, TrainLoop, distributed
+from trainloop import AbstractCallback, distributed
 from trainloop.callbacks import (
     EarlyStopping,
     ExponentialMovingAverage,
@@ -243,10 +244,7 @@ def test_bad_data_on_one_rank(capfd: pytest.CaptureFixture[str], recwarn: pytest
     dataset.tensors[0][48:64] = math.nan  # the fourth batch: rank 1's second
     torch.manual_seed(0)
     model = Net()
-    loop = TrainLoop(
-        model, DataLoader(TensorDataset(*dataset.tensors), 16), None, None, optim.SGD(model.parameters(), lr=0.1),
-        nn.CrossEntropyLoss(), gpu_mode="ddp", accelerator="cpu", devices=2, progress_bar=False,
-    )  # fmt: skip
+    loop = cpu_loop(model, DataLoader(TensorDataset(*dataset.tensors), 16), gpu_mode="ddp", devices=2)
     guard = TerminateOnNaN()
     warmup = LinearWithWarmupScheduler(4, 8)
     loop.fit(num_epochs=2, callbacks=[guard, warmup])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.loops import cpu_loop
 from kit.sharded_models import FSDP, needs_fsdp_on_cpu
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
@@ -112,15 +113,13 @@ def run(
     model = Net()
     kept = kind(model)
     trained = {Steps: model.body, Adds: model.head}.get(kind, model).parameters()
-    loop = TrainLoop(
+    loop = cpu_loop(
         model,
         DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), 6 if mode == "dp" else 6 // ranks),
-        optimizer=optim.SGD(trained, 0.1, momentum=0.9),
-        criterion=kept if kind is Decays else nn.CrossEntropyLoss(),
-        gpu_mode=mode,  # type: ignore[arg-type]
-        accelerator="cpu",
+        optim.SGD(trained, 0.1, momentum=0.9),
+        kept if kind is Decays else nn.CrossEntropyLoss(),
+        gpu_mode=mode,
         devices=ranks,
-        progress_bar=False,
     )
     callbacks = [kept] if kind is not Decays else []
     if folder is not None:

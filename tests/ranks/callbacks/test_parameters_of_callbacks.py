@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop import AbstractCallback, TTBasicModel
 from trainloop.distributed import all_reduce, get_rank, get_world_size
 
 pytestmark = pytest.mark.long
@@ -73,15 +74,13 @@ class Undivided(Divided):
 def fit(probe: AbstractCallback, mode: str, optimizer: type[optim.Optimizer] = optim.SGD) -> None:
     x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
     model = Net()
-    loop = TrainLoop(
+    loop = cpu_loop(
         model,
         DataLoader(TensorDataset(x, x[:, :2]), 2),
-        optimizer=optimizer(model.parameters(), lr=0.1),  # type: ignore[call-arg]
-        criterion=nn.MSELoss(),
-        gpu_mode=mode,  # type: ignore[arg-type]
-        accelerator="cpu",
+        optimizer(model.parameters(), lr=0.1),
+        nn.MSELoss(),
+        gpu_mode=mode,
         devices=2,
-        progress_bar=False,
     )
     loop.fit(2, callbacks=[probe])
 

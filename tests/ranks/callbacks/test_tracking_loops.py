@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import Layers
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
@@ -20,18 +21,8 @@ from trainloop import (
     TrainLoopCheckpoint,
     TrainLoopCheckpointEndSave,
     TrainLoopEndSave,
-    TTBasicModel,
 )
 from trainloop.errors import ConfigurationError
-
-
-class Net(TTBasicModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(x)
 
 
 def hits(y_pred: Any, y_true: Any, metadata: Any) -> float:
@@ -40,7 +31,7 @@ def hits(y_pred: Any, y_true: Any, metadata: Any) -> float:
 
 def make(loop: type[TrainLoop], folder: Path, **arguments: Any) -> Any:
     torch.manual_seed(0)
-    model = Net()
+    model = Layers(nn.Linear(8, 3))
     loader = DataLoader(make_data(), batch_size=16)
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     names = ("digits", "baseline", folder, {"lr": 0.1})
@@ -54,7 +45,7 @@ def files(folder: Path) -> set[str]:
 
 def test_only_names_are_needed_in_addition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    model, loader = Net(), DataLoader(make_data(), batch_size=16)
+    model, loader = Layers(nn.Linear(8, 3)), DataLoader(make_data(), batch_size=16)
     arguments: dict[str, Any] = {"optimizer": optim.SGD(model.parameters(), lr=0.1), "criterion": nn.CrossEntropyLoss()}
     with pytest.raises(ConfigurationError, match="project_name=''"):
         TrainLoopCheckpoint(model, loader, **arguments)
@@ -72,7 +63,7 @@ def test_checkpoints_and_resuming(tmp_path: Path) -> None:
     again.fit(num_epochs=3, resume_from="last")
     whole = make(TrainLoopEndSave, tmp_path / "whole")
     whole.fit(num_epochs=3)
-    assert torch.equal(again.model.fc.weight, whole.model.fc.weight)
+    assert torch.equal(again.model.layers[0].weight, whole.model.layers[0].weight)
     assert again.history["loss"] == whole.history["loss"]
 
 

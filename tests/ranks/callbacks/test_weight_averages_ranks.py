@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import Layers, cpu_loop
 from kit.sharded_models import needs_fsdp_on_cpu
 from torch import Tensor, nn, optim
 from torch.optim.swa_utils import update_bn
@@ -48,10 +49,7 @@ class Norm(TTBasicModel):
 def loop_of(model: Any, ranks: int, samples: int = 103, mode: Any = "ddp") -> TrainLoop[Any]:
     loader = DataLoader(make_data(samples), 8)
     sgd = optim.SGD(model.parameters(), lr=0.05)
-    return TrainLoop(
-        model, loader, loader, None, sgd, nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu", devices=ranks,
-        progress_bar=False,
-    )  # fmt: skip
+    return cpu_loop(model, loader, sgd, validation_loader=loader, gpu_mode=mode, devices=ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
@@ -111,7 +109,7 @@ class Grows(AbstractCallback):
             with torch.no_grad():
                 head.weight.fill_(0.1)
                 head.bias.zero_()
-            loop.model.net.append(head)
+            loop.model.layers.append(head)
             loop.optimizer.add_param_group({"params": list(head.parameters())})
 
     def on_train_begin(self) -> None:
@@ -126,16 +124,6 @@ class Grows(AbstractCallback):
         self.add("on_after_optimizer_step", self.train_loop_obj.global_step)
 
 
-class Grown(TTBasicModel):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(8, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
 @pytest.mark.parametrize("hook", ["on_epoch_begin", "on_after_optimizer_step"])
 @pytest.mark.parametrize("mode", ["single", pytest.param("ddp", marks=pytest.mark.long)])
 def test_a_parameter_that_a_later_callback_adds_is_averaged_from_its_first_update_on(
@@ -143,12 +131,17 @@ def test_a_parameter_that_a_later_callback_adds_is_averaged_from_its_first_updat
 ) -> None:
     """Whether or not checkpoints are written, which ask rank 0 for the average."""
 
+    def grown() -> Layers:
+        torch.manual_seed(0)
+        return Layers(nn.Linear(8, 3))
+
     def trained(*more: Any, **options: Any) -> dict[str, Tensor]:
-        model = Grown()
-        loop = loop_of(model, 2) if mode == "ddp" else TrainLoop(
-            model, DataLoader(make_data(103), 16), None, None, optim.SGD(model.parameters(), lr=0.05),
-            nn.CrossEntropyLoss(), progress_bar=False, accelerator="cpu",
-        )  # fmt: skip
+        model = grown()
+        loop = (
+            loop_of(model, 2)
+            if mode == "ddp"
+            else cpu_loop(model, DataLoader(make_data(103), 16), optim.SGD(model.parameters(), lr=0.05))
+        )
         loop.fit(2, callbacks=[ExponentialMovingAverage(0.7), Grows(hook), *more], **options)
         return model.state_dict()
 
@@ -159,15 +152,15 @@ def test_a_parameter_that_a_later_callback_adds_is_averaged_from_its_first_updat
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="the checkpoint has state of callbacks not in this fit")
             torch.testing.assert_close(trained(resume_from=written), plain, rtol=0, atol=0, msg=written.name)
-    by_hand = Grown()
+    by_hand = grown()
     optimizer, step, average = optim.SGD(by_hand.parameters(), lr=0.05), 0, {}
     for _ in range(2):
         for x, y in DataLoader(make_data(103), 16):
             if step == (7 if hook == "on_epoch_begin" else 3):
-                by_hand.net.append(nn.Linear(3, 3))
-                nn.init.constant_(by_hand.net[1].weight, 0.1)
-                nn.init.zeros_(by_hand.net[1].bias)
-                optimizer.add_param_group({"params": list(by_hand.net[1].parameters())})
+                by_hand.layers.append(nn.Linear(3, 3))
+                nn.init.constant_(by_hand.layers[1].weight, 0.1)
+                nn.init.zeros_(by_hand.layers[1].bias)
+                optimizer.add_param_group({"params": list(by_hand.layers[1].parameters())})
             optimizer.zero_grad()
             nn.functional.cross_entropy(by_hand(x), y).backward()
             optimizer.step()

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from kit import reference
+from kit.loops import cpu_loop
 from kit.ranks import run_own_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
-from trainloop import AbstractCallback, TrainLoop, TTModel, checkpoint, distributed
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel, checkpoint, distributed
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.distributed.key import SharedKey
 
@@ -23,7 +24,7 @@ BUCKET_MB = 0.001  # a bucket holds a thousand bytes: the model has several
 UNUSED = {"find_unused_parameters": True, "bucket_cap_mb": BUCKET_MB}
 
 
-class Net(TTModel):
+class Net(TTBasicModel):
     """All that could tell a resumed step from one in the middle: statistics, random numbers, unused parameters."""
 
     def __init__(self, branches: bool) -> None:
@@ -38,13 +39,6 @@ class Net(TTModel):
             return self.head(hidden) + self.extra(hidden)
         return self.head(hidden)
 
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        x, y = batch_data
-        return criterion(self(x), y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
-
 
 def rows() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
@@ -56,15 +50,12 @@ def rows() -> TensorDataset:
 def make(branches: bool, loader: Any = None) -> tuple[Net, TrainLoop]:
     torch.manual_seed(0)
     model = Net(branches)
-    tl = TrainLoop(
+    tl = cpu_loop(
         model,
         DataLoader(rows(), BATCH, shuffle=True) if loader is None else loader,
-        optimizer=torch.optim.Adam(model.parameters(), 1e-2),
-        criterion=nn.CrossEntropyLoss(),
+        torch.optim.Adam(model.parameters(), 1e-2),
         gpu_mode="ddp",
-        accelerator="cpu",
         seed=3,
-        progress_bar=False,
     )
     return model, tl
 

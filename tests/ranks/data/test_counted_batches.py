@@ -6,22 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import Layers, cpu_loop
 from torch import nn, optim
 from torch.utils.data import DataLoader
-
-from trainloop import TrainLoop, TTBasicModel
 
 BAD = {0, 2, 4, 12, 13, 14, 15}
 
 
-class Net(TTBasicModel):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Linear(4, 1, dtype=torch.float64)
-
-    def forward(self, x: Any) -> Any:
-        return self.net(x)
+def net() -> Layers:
+    torch.manual_seed(0)
+    return Layers(nn.Linear(4, 1, dtype=torch.float64))
 
 
 def rows() -> list[Any]:
@@ -42,7 +36,7 @@ def multiply(samples: list[Any]) -> Any:
 
 
 def by_hand(collate: Any) -> tuple[Any, ...]:
-    model, data = Net(), rows()
+    model, data = net(), rows()
     sgd = optim.SGD(model.parameters(), lr=0.1)
     total, count = 0.0, 0
     for start in range(0, 18, 6):
@@ -53,7 +47,7 @@ def by_hand(collate: Any) -> tuple[Any, ...]:
         sgd.step()
         total, count = total + loss.item() * len(x), count + len(x)
     x, y = collate(data)
-    return model.net.weight.detach(), total / count, nn.functional.mse_loss(model(x), y).item()
+    return model.layers[0].weight.detach(), total / count, nn.functional.mse_loss(model(x), y).item()
 
 
 @pytest.mark.long
@@ -64,17 +58,14 @@ def by_hand(collate: Any) -> tuple[Any, ...]:
 )
 def test_batches_weigh_by_the_samples_that_are_left(collate: Any, mode: str, ranks: int, accumulation: int) -> None:
     size = 6 // accumulation // (1 if mode == "dp" else ranks)
-    model, data = Net(), rows()
+    model, data = net(), rows()
 
     def loader() -> DataLoader[Any]:
         return DataLoader(data, batch_size=size, collate_fn=collate)  # type: ignore[arg-type]
 
-    loop = TrainLoop(
-        model, loader(), loader(), None, optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), gpu_mode=mode,
-        accelerator="cpu", devices=ranks, progress_bar=False,
-    )  # fmt: skip
+    loop = cpu_loop(model, loader(), criterion=nn.MSELoss(), validation_loader=loader(), gpu_mode=mode, devices=ranks)
     loop.fit(1, grad_accumulation=accumulation)
     weight, loss, val_loss = by_hand(collate)
-    torch.testing.assert_close(model.net.weight.detach(), weight, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.layers[0].weight.detach(), weight, rtol=0, atol=1e-12)
     assert loop.history["loss"] == [pytest.approx(loss, abs=1e-12)]
     assert loop.history["val_loss"] == [pytest.approx(val_loss, abs=1e-12)]

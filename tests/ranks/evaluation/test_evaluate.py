@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.loops import cpu_loop
 from kit.small_loop import BATCH_SIZE, make_loop
 from torch import nn, optim
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from conftest import make_data
-from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel, TTModel
 
 MODES: list[tuple[str, dict[str, Any]]] = [
     (mode, {} if mode == "single" else {"devices": 2}) for mode in ("single", "dp", "ddp", "fsdp")
@@ -55,7 +56,7 @@ def test_evaluate_returns_the_loss_and_all_logged_values(mode: str, options: dic
     assert loop.history.to_dict() == before
 
 
-class Draws(TTModel):
+class Draws(TTBasicModel):
     """Its predictions are random, as with Monte Carlo dropout."""
 
     def __init__(self) -> None:
@@ -64,9 +65,6 @@ class Draws(TTModel):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(x)
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        return criterion(self(batch_data[0]), batch_data[1])
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         return torch.rand(len(batch_data[0])), batch_data[1], {}
@@ -100,10 +98,7 @@ class Jittered(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 def loop_of(model: TTModel, data: Dataset[Any], mode: str, options: dict[str, Any], workers: int = 0) -> TrainLoop[Any]:
     train, validation, test = (DataLoader(data, 5, num_workers=workers) for _ in range(3))
     sgd = optim.SGD(model.parameters(), lr=0.1)
-    return TrainLoop(
-        model, train, validation, test, sgd, nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu",
-        progress_bar=False, **options,
-    )  # fmt: skip
+    return cpu_loop(model, train, sgd, validation_loader=validation, test_loader=test, gpu_mode=mode, **options)
 
 
 @pytest.mark.long

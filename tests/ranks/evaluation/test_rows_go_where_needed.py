@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from trainloop import AbstractCallback, TrainLoop, TTModel, distributed
+from trainloop import AbstractCallback, TTModel, distributed
 
 SAMPLES = 101
 
@@ -73,17 +74,15 @@ def test_rows_go_where_they_are_needed(ranks: int, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     model, predicts = Net(), Predicts()
-    tl = TrainLoop(
+    tl = cpu_loop(
         model,
         DataLoader(Numbers(), 16),
-        None,
-        DataLoader(Numbers(), 4, shuffle=True),
         torch.optim.SGD(model.parameters(), lr=1e-6),
+        None,
+        test_loader=DataLoader(Numbers(), 4, shuffle=True),
         gpu_mode="ddp",
-        accelerator="cpu",
         devices=ranks,
         end_auto_eval=False,
-        progress_bar=False,
     )
     names = [str(i) for i in range(SAMPLES)]
     tl.fit(num_epochs=1, callbacks=[predicts])

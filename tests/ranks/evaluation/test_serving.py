@@ -12,10 +12,10 @@ import torch
 from kit.small_loop import make_loop
 from torch import Tensor, nn
 
-from trainloop import ModelWrap, TTModel
+from trainloop import ModelWrap, TTBasicModel
 
 
-class Net(TTModel):
+class Net(TTBasicModel):
     """With branches, and with attributes that TTModel declares set on the object."""
 
     def __init__(self) -> None:
@@ -34,10 +34,6 @@ class Net(TTModel):
         x, y = batch_data
         self.log("mean", x.mean())
         return criterion(self(x), y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        return self(x), y, {}
 
 
 class Feed:

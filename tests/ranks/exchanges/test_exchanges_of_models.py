@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn, optim
+from kit.loops import cpu_loop
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -48,10 +49,16 @@ def loop_of(where: str, rows: int, ranks: int) -> TrainLoop[Normalised]:
     if where == "nowhere":
         model.norm = nn.BatchNorm1d(2)
     data = TensorDataset(torch.randn(rows, 3, generator=generator), torch.randn(rows, 2, generator=generator))
-    return TrainLoop(
-        model, DataLoader(data, 4), DataLoader(data, 6), None, optim.SGD(model.parameters(), lr=0.1), gpu_mode="ddp",
-        accelerator="cpu", devices=ranks, sync_batchnorm=True, progress_bar=False, timeout=60,
-    )  # fmt: skip
+    return cpu_loop(
+        model,
+        DataLoader(data, 4),
+        criterion=None,
+        validation_loader=DataLoader(data, 6),
+        gpu_mode="ddp",
+        devices=ranks,
+        sync_batchnorm=True,
+        timeout=60,
+    )
 
 
 refuses = pytest.mark.skipif(

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit import reference
+from kit.loops import cpu_loop
 from kit.ranks import run_own_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTModel, distributed
+from trainloop import TTModel, distributed
 
 SAMPLES, GLOBAL_BATCH = 40, 12  # the last global batch: 4 rows, of three ranks 2, 1 and 1
 
@@ -50,13 +51,12 @@ def rows() -> TensorDataset:
 
 def train(own_rows: bool, accumulation: int) -> dict[str, Tensor]:
     model = Contrastive(own_rows)
-    tl = TrainLoop(
+    tl = cpu_loop(
         model,
         DataLoader(rows(), GLOBAL_BATCH // distributed.get_world_size()),
-        optimizer=torch.optim.SGD(model.parameters(), 0.5),
+        torch.optim.SGD(model.parameters(), 0.5),
+        None,
         gpu_mode="ddp",
-        accelerator="cpu",
-        progress_bar=False,
     )
     tl.fit(num_epochs=2, grad_accumulation=accumulation)
     return model.state_dict()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -117,11 +118,9 @@ def test_each_sample_is_counted_once(mode: str) -> None:
     data = TensorDataset(torch.randn(ROWS, 4), torch.arange(ROWS) % 3)
     few = TensorDataset(*data[:5])  # one batch: of two ranks, one has none
     model = Counted()
-    loop = TrainLoop(
-        model, DataLoader(data, BATCH), DataLoader(few, BATCH), None, torch.optim.SGD(model.parameters(), lr=0.1),
-        nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu", devices=1 if mode == "single" else 2,
-        progress_bar=False, seed=1,
-    )  # fmt: skip
+    loop = cpu_loop(
+        model, DataLoader(data, BATCH), validation_loader=DataLoader(few, BATCH), gpu_mode=mode, devices=2, seed=1
+    )
     loop.fit(num_epochs=1)
     for kind in KINDS:
         assert loop.history[f"val_trained_{kind}"] == [ROWS]
@@ -137,10 +136,9 @@ def test_an_order_that_ranks_compare_is_compared_after_the_last_batch_of_all_ran
     def evaluated(mode: str, devices: int) -> tuple[Any, Any]:
         torch.manual_seed(0)
         loader = DataLoader(data, BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
-        loop = TrainLoop(
-            Counted(), None, loader, loader, criterion=nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu",
-            devices=devices, progress_bar=False, seed=1,
-        )  # fmt: skip
+        loop = cpu_loop(
+            Counted(), None, validation_loader=loader, test_loader=loader, gpu_mode=mode, devices=devices, seed=1
+        )
         return loop.evaluate_loss_on_validation_set(), loop.predict_on_test_set()[0]
 
     (loss, rows), (expected, expected_rows) = evaluated(mode, 2), evaluated("single", 1)
@@ -169,10 +167,7 @@ def test_a_batch_sampler_that_says_it_has_no_batches_is_named() -> None:
 @pytest.mark.parametrize("mode", ["single", "ddp"])
 def test_a_loader_without_batches_is_an_error_before_ranks_start(mode: str) -> None:
     loader = DataLoader(TensorDataset(torch.zeros(3, 4), torch.zeros(3).long()), BATCH, drop_last=True)
-    loop = TrainLoop(
-        Counted(), None, loader, criterion=nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu",
-        devices=1 if mode == "single" else 2, progress_bar=False,
-    )  # fmt: skip
+    loop = cpu_loop(Counted(), None, validation_loader=loader, gpu_mode=mode, devices=2)
     with pytest.raises(
         ConfigurationError, match=r"^validation_loader has no batches: its dataset is empty, or smaller"
     ):
@@ -203,10 +198,14 @@ class SeenByCriterion(Counted):
 def test_a_criterion_counts_each_sample_once() -> None:
     data = TensorDataset(torch.randn(17, 4), torch.randint(3, (17,)))
     model = SeenByCriterion()
-    loop = TrainLoop(
-        model, DataLoader(data, 8), DataLoader(data, 8), None, torch.optim.SGD(model.parameters(), lr=0.1),
-        CountingLoss(), gpu_mode="fsdp", accelerator="cpu", devices=2, progress_bar=False,
-    )  # fmt: skip
+    loop = cpu_loop(
+        model,
+        DataLoader(data, 8),
+        criterion=CountingLoss(),
+        validation_loader=DataLoader(data, 8),
+        gpu_mode="fsdp",
+        devices=2,
+    )
     loop.fit(1)
     assert loop.history["val_counted"] == [17]
 
@@ -233,10 +232,7 @@ def test_a_count_of_steps_that_would_differ_between_ranks_is_warned_of(
     data = TensorDataset(torch.randn(18, 4), torch.randint(3, (18,)))
     loader = DataLoader(data, batch_sampler=[[*range(8)], [*range(8, 16)], [16, 17]])  # one batch for each rank
     model = kind()
-    loop = TrainLoop(
-        model, loader, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu", devices=2, progress_bar=False,
-    )  # fmt: skip
+    loop = cpu_loop(model, loader, gpu_mode=mode, devices=2)
     loop.fit(1)
     said = "get_loss changes the attribute steps, but step 2 has no samples for rank 1, where"
     assert capfd.readouterr().err.count(said) == 1
@@ -288,10 +284,7 @@ def test_a_count_or_a_buffer_that_an_evaluation_changes_is_warned_of(
     model: Any, kind: str, name: str | None, mode: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data, net = TensorDataset(torch.randn(24, 4), torch.arange(24) % 3), model(kind)
-    loop = TrainLoop(
-        net, DataLoader(data, 4), DataLoader(data, 7), None, torch.optim.SGD(net.parameters(), lr=0.1),
-        nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu", devices=2, progress_bar=False,
-    )  # fmt: skip
+    loop = cpu_loop(net, DataLoader(data, 4), validation_loader=DataLoader(data, 7), gpu_mode=mode, devices=2)
     loop.fit(2)
     said = capfd.readouterr().err
     assert said.count("an evaluation changes") == (name is not None)
@@ -314,11 +307,16 @@ def test_a_loss_over_the_rows_of_all_ranks_is_an_error_on_a_rank_without_samples
     data, model = TensorDataset(torch.randn(17, 4), torch.arange(17) % 3), Contrastive()
 
     def loop(drop_last: bool) -> TrainLoop:
-        return TrainLoop(
-            model, DataLoader(data, BATCH, drop_last=drop_last), DataLoader(data, BATCH), None,
-            torch.optim.SGD(model.parameters(), lr=0.001), gpu_mode=mode, accelerator="cpu", devices=2,
-            progress_bar=False, seed=1,
-        )  # fmt: skip
+        return cpu_loop(
+            model,
+            DataLoader(data, BATCH, drop_last=drop_last),
+            torch.optim.SGD(model.parameters(), lr=0.001),
+            None,
+            validation_loader=DataLoader(data, BATCH),
+            gpu_mode=mode,
+            devices=2,
+            seed=1,
+        )
 
     with pytest.raises(WorkerFailedError, match=r"(?s)samples in (this|.* epoch's last) batch.*drop_last=True"):
         loop(drop_last=False).fit(num_epochs=1)

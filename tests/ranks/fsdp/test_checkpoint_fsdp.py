@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from kit.sharded_models import OneRow, Tower, needs_fsdp_on_cpu
 from test_parity_fsdp import adam, data, distance, factored, float64
 from torch import nn
@@ -399,16 +400,7 @@ def test_a_model_on_the_meta_device_is_trained_into_its_checkpoint(tmp_path: Pat
     with torch.device("meta"):
         model = Untied()
     keeper = ModelCheckpoint(tmp_path)
-    loop = TrainLoop(
-        model,
-        data(24, 4),
-        optimizer=adam(model),
-        criterion=nn.CrossEntropyLoss(),
-        gpu_mode="fsdp",
-        accelerator="cpu",
-        devices=2,
-        progress_bar=False,
-    )
+    loop = cpu_loop(model, data(24, 4), adam(model), gpu_mode="fsdp", devices=2)
     with pytest.raises(ConfigurationError, match=r"words.weight is on the meta device.*gather=False"):
         loop.fit(num_epochs=1, callbacks=[keeper])
     with pytest.raises(ConfigurationError, match="callbacks has no ModelCheckpoint"):
@@ -454,15 +446,12 @@ def test_a_parameter_that_its_module_replaces_when_it_loads_comes_back_to_the_ca
     def loop(value: float) -> TrainLoop[Any]:
         torch.manual_seed(0)
         model = Normalized(value)
-        return TrainLoop(
+        return cpu_loop(
             model,
             DataLoader(make_data(24), batch_size=6),
-            optimizer=torch.optim.SGD(model.layers.parameters(), 0.1),
-            criterion=nn.CrossEntropyLoss(),
+            torch.optim.SGD(model.layers.parameters(), 0.1),
             gpu_mode="fsdp",
-            accelerator="cpu",
             devices=2,
-            progress_bar=False,
         )
 
     whole, resumed = loop(2.0), loop(0.5)

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import Layers, cpu_loop
 from kit.ranks import run_own_ranks
 from kit.sharded_models import needs_fsdp_on_cpu
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, TrainLoop, TTBasicModel, TTModel
+from trainloop import AbstractCallback, TTBasicModel, TTModel
 from trainloop.callbacks import ExponentialMovingAverage, ModelCheckpoint
 
 WIDTH = 1024
@@ -128,14 +129,13 @@ def test_what_comes_back_is_there_once_beside_the_callers_own(tmp_path: Path) ->
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     copy = 3 * sum(4 * p.numel() for p in model.parameters())  # of parameters and state
     addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
-    loop = TrainLoop(
+    loop = cpu_loop(
         model,
         torch.utils.data.DataLoader(torch.randn(16, WIDTH), batch_size=4),
-        optimizer=optimizer,
+        optimizer,
+        None,
         gpu_mode="fsdp",
-        accelerator="cpu",
         devices=2,
-        progress_bar=False,
     )
     ended = Ended(tmp_path)
     state: list[dict[str, Any]] = []
@@ -166,25 +166,14 @@ class Counts(AbstractCallback):
 
 
 def test_what_callbacks_keep_without_shards_stays_the_same() -> None:
-    class Small(TTBasicModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(x)
-
-    model, counts = Small(), Counts()
+    model, counts = Layers(nn.Linear(4, 2)), Counts()
     inside = counts.nested[1]
-    TrainLoop(
+    cpu_loop(
         model,
         DataLoader(TensorDataset(torch.ones(4, 4), torch.ones(4, 2)), batch_size=2),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         criterion=nn.MSELoss(),
         gpu_mode="fsdp",
-        accelerator="cpu",
         devices=1,
-        progress_bar=False,
     ).fit(num_epochs=1, callbacks=[counts])
     assert counts.counts == Counter("aabc")
     assert counts.nested == [counts.counts, inside]
@@ -248,10 +237,9 @@ def test_what_optimizers_models_and_criteria_keep_comes_back_whole() -> None:
     for how in ({}, {"gpu_mode": "fsdp", "devices": 2}):
         model, criterion = Layered(), nn.MSELoss()
         optimizer = Lookahead(model.parameters(), lr=0.1, momentum=0.9)
-        TrainLoop(
-            model, DataLoader(TensorDataset(x, x), 12 // (2 if how else 1) // 2), optimizer=optimizer,
-            criterion=criterion, accelerator="cpu", progress_bar=False, **how,
-        ).fit(num_epochs=2, callbacks=[KeepsInModules()])  # fmt: skip
+        cpu_loop(model, DataLoader(TensorDataset(x, x), 12 // (2 if how else 1) // 2), optimizer, criterion, **how).fit(
+            num_epochs=2, callbacks=[KeepsInModules()]
+        )
         slow: Any = optimizer.slow
         assert all(key is p for key, p in zip(slow, model.parameters(), strict=True))
         old: Any = (model.layers[0].old, *criterion.old)
@@ -289,11 +277,7 @@ class KeepsAnObject(AbstractCallback):
 def kept_by_callbacks(**how: Any) -> list[Tensor]:
     model, keeps, ema = Layered(), KeepsAnObject("keeps"), ExponentialMovingAverage(decay=0.5)
     x = torch.ones(8, 4, dtype=torch.float64)
-    loop = TrainLoop(
-        model, DataLoader(TensorDataset(x, x), 8 // (2 if how else 1)),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=nn.MSELoss(), accelerator="cpu",
-        progress_bar=False, **how,
-    )  # fmt: skip
+    loop = cpu_loop(model, DataLoader(TensorDataset(x, x), 8 // (2 if how else 1)), criterion=nn.MSELoss(), **how)
     for _ in range(2):  # the second one continues with what the first one has left
         loop.fit(num_epochs=2, callbacks=[keeps, ema])
     average = keeps.average["ema"][0]
@@ -310,8 +294,7 @@ def test_what_callbacks_and_their_objects_keep_comes_back_whole(tmp_path: Path) 
     found = [kept_by_callbacks(gpu_mode="fsdp", devices=2)]
     found += run_own_ranks(partial(kept_by_callbacks, gpu_mode="fsdp"), 2, folder=tmp_path)
     for kept in found:  # under a launcher, on each rank
-        for one, other in zip(kept, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(list(kept), list(expected), rtol=1e-12, atol=1e-12)
 
 
 class KeepsOnOneRank(KeepsAnObject):
@@ -325,10 +308,7 @@ class KeepsOnOneRank(KeepsAnObject):
 def test_shards_that_one_rank_alone_keeps_are_named_and_others_come_back_whole(capfd: Any) -> None:
     model, keeps, ema = Layered(), KeepsOnOneRank("keeps"), ExponentialMovingAverage(decay=0.5)
     x = torch.ones(8, 4, dtype=torch.float64)
-    loop = TrainLoop(
-        model, DataLoader(TensorDataset(x, x), 4), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.MSELoss(), accelerator="cpu", gpu_mode="fsdp", devices=2, progress_bar=False,
-    )  # fmt: skip
+    loop = cpu_loop(model, DataLoader(TensorDataset(x, x), 4), criterion=nn.MSELoss(), gpu_mode="fsdp", devices=2)
     loop.fit(num_epochs=1, callbacks=[keeps, ema])
     assert "KeepsOnOneRank.last has other sharded tensors on rank 0 than on other ranks" in capfd.readouterr().err
     whole = next(model.parameters()).shape
@@ -389,10 +369,7 @@ def test_a_state_of_tensors_without_a_storage_comes_back_and_is_resumed(
     for resumes in (False, True):
         model = Layered()
         optimizer = HalfMomentum(model.parameters())
-        loop = TrainLoop(
-            model, DataLoader(TensorDataset(x, x), 2), optimizer=optimizer, criterion=nn.MSELoss(),
-            accelerator="cpu", progress_bar=False, gpu_mode="fsdp", devices=2,
-        )  # fmt: skip
+        loop = cpu_loop(model, DataLoader(TensorDataset(x, x), 2), optimizer, nn.MSELoss(), gpu_mode="fsdp", devices=2)
         keeper = ModelCheckpoint(str(tmp_path), every_n_epochs=None, every_n_steps=1, keep=9)
         found = next(tmp_path.glob("*step=00000002*")) if resumes else None
         loop.fit(num_epochs=1, callbacks=[keeper], resume_from=found)
@@ -410,8 +387,7 @@ def test_a_state_of_tensors_without_a_storage_is_sharded_as_plain_tensors() -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
     for p in model.parameters():
         optimizer.state[p]["own"] = Halves(torch.ones_like(p, dtype=torch.bfloat16))
-    TrainLoop(
-        model, DataLoader(TensorDataset(x, x), 2), optimizer=optimizer, criterion=nn.MSELoss(),
-        accelerator="cpu", progress_bar=False, gpu_mode="fsdp", devices=2,
-    ).fit(num_epochs=1)  # fmt: skip
+    cpu_loop(model, DataLoader(TensorDataset(x, x), 2), optimizer, nn.MSELoss(), gpu_mode="fsdp", devices=2).fit(
+        num_epochs=1
+    )
     assert all(torch.equal(optimizer.state[p]["own"], torch.ones_like(p)) for p in model.parameters())

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from kit.sharded_models import needs_fsdp_on_cpu
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTModel
+from trainloop import MultiLoss, MultiOptimizer, TTModel
 
 
 class Two(TTModel):
@@ -35,13 +36,11 @@ class Two(TTModel):
 def trained(joined: bool, names: str, **how: Any) -> torch.Tensor:
     data = TensorDataset(torch.arange(80.0, dtype=torch.float64).reshape(20, 4) / 80, torch.ones(20, 1).double())
     model, size = Two(joined), 4 // how.get("devices", 1)
-    loop = TrainLoop(
+    loop = cpu_loop(
         model,
         DataLoader(data, size),
-        optimizer=MultiOptimizer({name: torch.optim.SGD(getattr(model, name).parameters(), 0.1) for name in names}),
-        criterion=nn.MSELoss(),
-        accelerator="cpu",
-        progress_bar=False,
+        MultiOptimizer({name: torch.optim.SGD(getattr(model, name).parameters(), 0.1) for name in names}),
+        nn.MSELoss(),
         **how,
     )
     loop.fit(num_epochs=1)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.ranks import run_ranks
+from kit.reference import largest_difference
 from kit.sharded_models import CPU, Normed, Tower, TwoLosses, Weighted, Yielding, words
 from torch import Tensor, nn
 
@@ -29,11 +30,6 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
     for name, tensor in module.state_dict().items():
         found[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
     return found
-
-
-def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def total(output: Any) -> Tensor:
@@ -137,7 +133,7 @@ def cleared_late(how: str, rank: int, world_size: int) -> float:
             (plain.get_loss(words(10 * step + share), CRITERION, CPU) / world_size).backward()
         for optimizer in optimizers:
             optimizer.step()
-    return furthest(whole(sharded), whole(plain))
+    return largest_difference(whole(sharded), whole(plain))
 
 
 def made_on(device: str, make: Callable[[], nn.Module]) -> nn.Module:
@@ -151,7 +147,7 @@ def from_meta(rank: int) -> dict[str, float]:
     first = Normed(seed=0)
     late = made_on("meta" if rank else "cpu", lambda: Normed(seed=rank))
     TTFullyShardedDataParallel(late)
-    found["the first has values"] = furthest(whole(late), whole(first))
+    found["the first has values"] = largest_difference(whole(late), whole(first))
     drawn = made_on("meta", lambda: nn.Sequential(nn.Linear(4, 4), Scalars(0)))
     part = nn.Linear(4, 2)
     nn.init.constant_(part.weight, rank)
@@ -161,7 +157,7 @@ def from_meta(rank: int) -> dict[str, float]:
     sent = {name: value.clone() for name, value in own.items()}
     for value in sent.values():
         dist.broadcast(value, 0)
-    found["equal on all ranks"] = furthest(own, sent)
+    found["equal on all ranks"] = largest_difference(own, sent)
     found["scalars"] = sum(abs(own[f"1.all.{i}"].item() - i) for i in range(8))
     found["a part with values"] = own["2.weight"].abs().max().item()
     return found
@@ -209,14 +205,14 @@ def beside_torch() -> dict[str, Any]:
         if cls is Normed:  # running statistics are rank 0's
             a["weights"] = {name: t for name, t in a["weights"].items() if "running" not in name and "num_" not in name}
             b["weights"] = {name: b["weights"][name] for name in a["weights"]}
-        facts[cls.__name__] = furthest(a["weights"], b["weights"])
+        facts[cls.__name__] = largest_difference(a["weights"], b["weights"])
 
     own, first = Normed(seed=rank), Normed(seed=0)
     own.norm.running_mean += rank
     made, gone = own.words.weight, weakref.ref(own.blocks[0].up.weight)
     optimizer = torch.optim.SGD([made], 0.1)
     TTFullyShardedDataParallel(own)
-    facts["rank 0's weights"] = furthest(whole(own), whole(first))
+    facts["rank 0's weights"] = largest_difference(whole(own), whole(first))
     facts["memory is free"] = gone() is None
     facts["from meta"] = from_meta(rank)
     facts["rank 0's scalars"] = [p.item() for p in TTFullyShardedDataParallel(Scalars(rank)).module.parameters()]
@@ -237,7 +233,7 @@ def beside_torch() -> dict[str, Any]:
                 (sum(loss for _, loss in losses) / len(losses)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    facts["yielded"] = furthest(whole(sharded), whole(plain))
+    facts["yielded"] = largest_difference(whole(sharded), whole(plain))
 
     wrapper.calls = 7
     wrapper.new_attribute = "the model's"
@@ -287,9 +283,9 @@ def test_sharded_loop_equals_torch_and_one_process(world_size: int, tmp_path: Pa
             assert back["beside"] == 0
             assert back["states"] > 20
             assert back["devices"] == ({"meta"} if to == "all" else {"cpu"})  # from the file they go to the caller's
-        assert furthest(facts["ours"]["weights"], facts["theirs"]["weights"]) == 0
+        assert largest_difference(facts["ours"]["weights"], facts["theirs"]["weights"]) == 0
         assert facts["ours"]["norms"] == facts["theirs"]["norms"]
-        assert furthest(facts["ours"]["weights"], facts["single"]["weights"]) < 1e-12
+        assert largest_difference(facts["ours"]["weights"], facts["single"]["weights"]) < 1e-12
         assert facts["units"] == ["FSDPBlock"] * 3
         for name in ("Tower", "Weighted", "TwoLosses", "yielded"):
             assert facts[name] < 1e-12, name
@@ -398,7 +394,7 @@ def forwards_without_backward() -> dict[str, float]:
                 return TTFullyShardedDataParallel(module, **arguments)
 
             found = train_with_other_forwards(sharded, case, [dist.get_rank()])
-            facts[f"{case}, {name}"] = furthest(found, expected)
+            facts[f"{case}, {name}"] = largest_difference(found, expected)
     return facts
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from kit.sharded_models import Hollow, Normed, Tower, TwoLosses, Weighted, Yielding, needs_fsdp_on_cpu, words
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -238,17 +239,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 
 def fitted(optimizer: Any = torch.optim.SGD, fit: dict[str, Any] | None = None, **given: Any) -> None:
     model = Tower()
-    loop = TrainLoop(
-        model,
-        data(4, 2),
-        optimizer=optimizer(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        gpu_mode="fsdp",
-        accelerator="cpu",
-        devices=2,
-        progress_bar=False,
-        **given,
-    )
+    loop = cpu_loop(model, data(4, 2), optimizer(model.parameters(), lr=0.1), gpu_mode="fsdp", devices=2, **given)
     loop.fit(num_epochs=1, **(fit or {}))
 
 

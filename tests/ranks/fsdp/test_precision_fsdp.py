@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from kit.sharded_models import Tower
 from test_parity_fsdp import adam, data, distance
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trainloop import TrainLoop
@@ -18,19 +18,7 @@ def fitted(mode: str, **given: Any) -> TrainLoop[Any]:
     """In float32; has a scalar, which each rank holds whole beside the shards."""
     model = Tower()
     fit = given.pop("fit", {"ddp_model_args": {"find_unused_parameters": True}} if mode == "ddp" else {})
-    loop = TrainLoop(
-        model,
-        data(26, 6),
-        optimizer=adam(model),
-        criterion=nn.CrossEntropyLoss(),
-        gpu_mode=mode,
-        accelerator="cpu",
-        devices=2,
-        seed=3,
-        progress_bar=False,
-        gradient_clip_norm=0.1,
-        **given,
-    )
+    loop = cpu_loop(model, data(26, 6), adam(model), gpu_mode=mode, devices=2, seed=3, gradient_clip_norm=0.1, **given)
     loop.fit(num_epochs=2, **fit)
     return loop
 

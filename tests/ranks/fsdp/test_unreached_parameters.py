@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from kit.sharded_models import needs_fsdp_on_cpu
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTModel
+from trainloop import TTBasicModel
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.errors import WorkerFailedError
 
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.long, needs_fsdp_on_cpu]
 EPOCHS, SIZE = 2, 4
 
 
-class Heads(TTModel):
+class Heads(TTBasicModel):
     """Two heads, of which a batch uses that of its first row, and a layer that no batch uses."""
 
     def __init__(self, kind: str) -> None:
@@ -97,15 +98,7 @@ def _optimizer(model: nn.Module) -> optim.Optimizer:
 
 
 def _trained(model: Heads, data: TensorDataset, ranks: int, accumulation: int, callbacks: Any = ()) -> list[Tensor]:
-    loop = TrainLoop(
-        model,
-        DataLoader(data, SIZE),
-        optimizer=_optimizer(model),
-        gpu_mode="fsdp",
-        accelerator="cpu",
-        devices=ranks,
-        progress_bar=False,
-    )
+    loop = cpu_loop(model, DataLoader(data, SIZE), _optimizer(model), None, gpu_mode="fsdp", devices=ranks)
     loop.fit(num_epochs=EPOCHS, grad_accumulation=accumulation, callbacks=list(callbacks))
     return list(model.parameters())
 

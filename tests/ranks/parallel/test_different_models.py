@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.loops import cpu_loop
 from kit.ranks import run_own_ranks
 from kit.sharded_models import needs_fsdp_on_cpu
-from torch import nn, optim
+from torch import nn
 from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTBasicModel
+from trainloop import TTBasicModel
 from trainloop.errors import ConfigurationError
 from trainloop.parallel import TTDistributedDataParallel, TTFullyShardedDataParallel
 
@@ -92,10 +93,7 @@ def own_buffers() -> Any:
 def fitted(mode: str) -> str:
     model = other_order()
     data = TensorDataset(torch.zeros(8, 3), torch.zeros(8, 3))
-    loop = TrainLoop(
-        model, DataLoader(data, 2), None, None, optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), gpu_mode=mode,
-        accelerator="cpu", devices=2, progress_bar=False,
-    )  # type: ignore[call-overload]  # fmt: skip
+    loop = cpu_loop(model, DataLoader(data, 2), criterion=nn.MSELoss(), gpu_mode=mode, devices=2)  # type: ignore[call-overload]
     try:
         loop.fit(num_epochs=1)
     except ConfigurationError as error:

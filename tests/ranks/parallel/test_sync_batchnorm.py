@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.loops import cpu_loop
 from kit.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTModel
+from trainloop import TTModel
 from trainloop.errors import ConfigurationError
 from trainloop.parallel.sync_batchnorm import CpuSyncBatchNorm, convert, participating, revert
 
@@ -319,15 +320,13 @@ def test_layers_that_an_evaluation_puts_into_training_mode_see_one_batch(mode: s
     predicted = []
     for options in ({}, {"gpu_mode": mode, "devices": 2, "timeout": 60}):
         model, batch_size = Adapts(), 4 if options else 8
-        loop = TrainLoop(
+        loop = cpu_loop(
             model,
             DataLoader(TensorDataset(x), batch_size),
-            DataLoader(TensorDataset(x), 9),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=None,
+            validation_loader=DataLoader(TensorDataset(x), 9),
             sync_batchnorm=True,
-            accelerator="cpu",
-            progress_bar=False,
-            **options,  # type: ignore[arg-type]
+            **options,
         )
         loop.fit(num_epochs=1)
         predicted.append(loop.predict_with_model(DataLoader(TensorDataset(x), 9))[0])  # ranks have 2 batches and 1

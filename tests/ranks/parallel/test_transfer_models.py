@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kit.loops import cpu_loop
 from torch import Tensor, nn, optim
 from torch.func import functional_call, vmap
 from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop import AbstractCallback, TTBasicModel
 
 
 class Guarded(nn.Module):
@@ -85,20 +86,17 @@ def test_recurrent_guarded_parametrized_and_compiled_parts_train_in_ranks() -> N
     data = TensorDataset(torch.randn(20, 8).double(), torch.randint(3, (20,)))
     reference = copy_of(model)
     lock, ref, attached = model.guarded.lock, model.guarded.ref, model.layers
-    loop = TrainLoop(
+    loop = cpu_loop(
         model,
         DataLoader(data, 4, worker_init_fn=lambda worker: torch.backends.cudnn.enabled),
-        optimizer=optim.Adam(model.parameters(), lr=0.01),
-        criterion=torch.compile(cross_entropy, backend="eager"),
+        optim.Adam(model.parameters(), lr=0.01),
+        torch.compile(cross_entropy, backend="eager"),
         gpu_mode="ddp",
-        accelerator="cpu",
         devices=2,
-        progress_bar=False,
     )
     loop.fit(num_epochs=2)
     by_hand(reference, data, 8, 2)
-    for name, value in reference.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=1e-9)
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=0, atol=1e-9)
     # What the module leaves out of its state stayed the caller's own; what it keeps came back.
     assert (model.guarded.lock, model.guarded.ref, model.layers) == (lock, ref, attached)
     assert model.guarded.calls == 2 * 3
@@ -162,19 +160,15 @@ def test_hooks_of_parameters_and_sparse_gradients_count_in_every_mode(mode: str,
         optimizer.zero_grad()
         F.mse_loss(reference(x), y).backward()
         optimizer.step()
-    loop = TrainLoop(
+    loop = cpu_loop(
         model,
         DataLoader(data, 6 // devices if mode == "ddp" else 6),
-        optimizer=optim.SGD(model.parameters(), lr=0.1),
         criterion=nn.MSELoss(),
         gpu_mode=mode,
-        accelerator="cpu",
         devices=devices,
-        progress_bar=False,
     )
     loop.fit(num_epochs=1, callbacks=[Registers()])
-    for name, value in reference.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=0, atol=1e-12)
 
 
 class Stacked(TTBasicModel):
@@ -204,9 +198,6 @@ def test_tensors_without_values_beside_the_model_stay_so_after_ranks() -> None:
         F.mse_loss(reference(x), y).backward()
         sgd.step()
     loader, own = DataLoader(data, 2), optim.SGD(model.parameters(), lr=0.1)
-    TrainLoop(
-        model, loader, optimizer=own, criterion=nn.MSELoss(), gpu_mode="ddp", accelerator="cpu", devices=2,
-        progress_bar=False,
-    ).fit(num_epochs=1)  # fmt: skip
+    cpu_loop(model, loader, own, nn.MSELoss(), gpu_mode="ddp", devices=2).fit(num_epochs=1)
     torch.testing.assert_close(model.weight, reference.weight)
     assert model.template[0].weight.is_meta

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit import reference
+from kit.loops import cpu_loop
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from conftest import make_data
-from trainloop import AbstractCallback, TrainLoop, TTModel
-from trainloop.callbacks import LRScheduler, TensorBoard
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel, TTModel
+from trainloop.callbacks import LRScheduler
 
 CRITERION = nn.CrossEntropyLoss()
 
 
-class Net(TTModel):
+class Net(TTBasicModel):
     """A small classifier with dropout, so that a stray draw from the RNG shows."""
 
     def __init__(self, dropout: float = 0.1) -> None:
@@ -30,10 +30,6 @@ class Net(TTModel):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        x, y = batch_data
-        return criterion(self(x.to(device)), y.to(device))
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         x, y = batch_data
@@ -93,9 +89,7 @@ def make_pair(
 
 
 def loop(model: Any, loader: Any, optimizer: Any, **arguments: Any) -> TrainLoop:
-    return TrainLoop(
-        model, loader, optimizer=optimizer, criterion=CRITERION, accelerator="cpu", progress_bar=False, **arguments
-    )
+    return cpu_loop(model, loader, optimizer, CRITERION, **arguments)
 
 
 # -- single ------------------------------------------------------------------------------------------------------------
@@ -260,23 +254,6 @@ def test_ddp_equals_one_process_with_the_same_global_batches(world_size: int) ->
 
 
 @pytest.mark.long
-def test_ddp_goes_on_in_a_second_fit_and_accumulates() -> None:
-    data = make_data()
-    ours, our_optimizer, theirs, their_optimizer = make_pair(adam, Winding)
-    big = DataLoader(data, batch_size=8)
-    reference.train_accumulated(theirs, big, their_optimizer, loss_of, num_epochs=4, accumulation=3)
-
-    tl = loop(ours, DataLoader(data, batch_size=4), our_optimizer, gpu_mode="ddp", devices=2)
-    assert tl.fit(num_epochs=2, grad_accumulation=3) is ours
-    halfway = (tl.epoch, tl.global_step, len(tl.history["loss"]))
-    assert tl.fit(num_epochs=2, grad_accumulation=3) is ours
-
-    assert halfway == (2, 10, 2)
-    assert (tl.epoch, tl.global_step, len(tl.history["loss"])) == (4, 20, 4)
-    assert reference.largest_difference(ours, theirs) < 1e-5  # Adam divides small differences by small numbers
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_orders_of_a_loaders_own_generator_go_on_in_a_second_fit(mode: str) -> None:
     """The ranks draw from copies of the generators; the caller's have the same states afterwards as in ``single``."""
@@ -321,48 +298,3 @@ def test_all_modes_see_the_same_batches_with_a_seed(model_type: Any, seed: int |
         trained.append(loop(model, loader, sgd(model), gpu_mode=mode, devices=devices, seed=seed).fit(num_epochs=2))
     assert reference.largest_difference(trained[0], trained[1]) < 1e-6
     assert reference.largest_difference(trained[0], trained[2]) < 1e-6
-
-
-# -- TensorBoard -------------------------------------------------------------------------------------------------------
-
-
-class Logging(Net):
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        loss = super().get_loss(batch_data, criterion, device)
-        self.log("mine", loss.detach(), on_step=True, on_epoch=True)
-        return loss
-
-
-@pytest.mark.parametrize("mode, devices", [("single", "auto"), ("ddp", 2)])
-def test_tensorboard_holds_each_scalar_once_a_step(mode: str, devices: Any, folder: Path, may_leave: Any) -> None:
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    torch.manual_seed(3)
-    model = Logging()
-    loader = DataLoader(make_data(), batch_size=8)
-    tl = loop(
-        model,
-        loader,
-        sgd(model),
-        validation_loader=DataLoader(make_data(31, seed=5), batch_size=8),
-        gpu_mode=mode,
-        devices=devices,
-    )
-    tl.fit(num_epochs=2, callbacks=[TensorBoard(str(folder / "logs"), log_every_n_steps=1)])
-
-    files = [path for path in (folder / "logs").rglob("*") if path.is_file()]
-    assert len(files) == 1  # rank 0 alone wrote
-    seen = [
-        (value.tag, event.step)
-        for event in EventFileLoader(str(files[0])).Load()
-        if event.HasField("summary")
-        for value in event.summary.value
-        if value.metadata.plugin_data.plugin_name == "scalars"
-        or value.HasField("simple_value")
-        or value.tensor.ByteSize()
-    ]
-    assert len(seen) == len(set(seen)), sorted(pair for pair in seen if seen.count(pair) > 1)
-    tags = {tag for tag, _ in seen}
-    assert any("val_loss" in tag for tag in tags), tags
-    mine = sorted(step for tag, step in seen if "mine" in tag)
-    assert len(set(mine)) == tl.global_step  # a value a step

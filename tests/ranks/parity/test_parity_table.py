@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from kit import reference
+from kit.loops import cpu_loop
 from kit.ranks import run_own_ranks
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTModel
+from trainloop import MultiLoss, MultiOptimizer, TrainLoop, TTBasicModel
 from trainloop.callbacks import ModelCheckpoint
 
 CLASSES, FEATURES, BATCH, EPOCHS = 4, 6, 4, 2
@@ -29,7 +30,7 @@ CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5], dtype=torch.float64)
 CPU = torch.device("cpu")
 
 
-class Net(TTModel):
+class Net(TTBasicModel):
     """A classifier in float64; the kinds below change its loss or its modules."""
 
     def __init__(self) -> None:
@@ -40,10 +41,6 @@ class Net(TTModel):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x))
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        x, y = batch_data
-        return criterion(self(x.to(device)), y.to(device))
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         x, y = batch_data
@@ -274,17 +271,15 @@ def loop_of(
 ) -> tuple[TrainLoop[Any], tuple[Net, nn.Module]]:
     kind, (n, *_) = KINDS[name], DATA[data]
     model, criterion = made(name)
-    loop = TrainLoop(
+    loop = cpu_loop(
         model,
         DataLoader(data_of(n), batch_size=BATCH, shuffle=shuffle),
-        optimizer=kind.optimizer(model, criterion),
-        criterion=criterion,
+        kind.optimizer(model, criterion),
+        criterion,
         gpu_mode=mode,
-        accelerator="cpu",
         gradient_clip_norm=kind.max_norm,
-        progress_bar=False,
         seed=3 if shuffle else None,
-        **({} if mode == "single" else {"devices": ranks}),
+        **{} if mode == "single" else {"devices": ranks},
     )
     return loop, (model, criterion)
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from ranks.parity.test_random_configurations import check, numbers
-from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop import AbstractCallback, TTBasicModel
 from trainloop.callbacks import ModelCheckpoint
 
 D = torch.float64
@@ -27,7 +28,7 @@ def rows(n: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 5, generator=generator, dtype=D), torch.randint(0, 3, (n,), generator=generator)
 
 
-class Net(TTModel):
+class Net(TTBasicModel):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -38,13 +39,6 @@ class Net(TTModel):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x)) * self.gain + self.shift
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        x, y = batch_data
-        return criterion(self(x), y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -292,19 +286,16 @@ class ByHand:
 def trained(config: dict[str, Any], mode: str, *callbacks: AbstractCallback, **arguments: Any) -> dict[str, Any]:
     in_ranks, model = mode in ("ddp", "fsdp"), Net()
     factor = 1 if in_ranks else config["ranks"]  # the other modes read whole global batches
-    loop = TrainLoop(
+    loop = cpu_loop(
         model,
         make_loader(config["train"], factor),
-        make_loader(config["val"], 1),
-        None,
         OPTIMIZERS[config["optimizer"]](model.parameters()),
         nn.CrossEntropyLoss(**CRITERIA[config["criterion"]]),
+        validation_loader=make_loader(config["val"], 1),
         end_auto_eval=True,
-        gpu_mode=mode,  # type: ignore[arg-type]
-        accelerator="cpu",
-        devices=1 if mode == "single" else config["ranks"],
+        gpu_mode=mode,
+        devices=config["ranks"],
         gradient_clip_norm=config["clip"],
-        progress_bar=False,
     )
     changes = [Changes(config, factor), *callbacks]
     loop.fit(num_epochs=3, callbacks=changes, grad_accumulation=config["accumulation"], **arguments)

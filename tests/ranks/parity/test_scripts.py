@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from kit.programs import wait_until
 
 SCRIPT = """
 import json, sys, warnings
@@ -201,11 +201,7 @@ def training(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 100
-    while not (tmp_path / "at-work").exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until((tmp_path / "at-work").exists, process, seconds=100)
     yield process
     for pid in group_of(process.pid):
         os.kill(pid, signal.SIGKILL)
@@ -225,10 +221,7 @@ def group_of(session: int) -> list[int]:
 
 
 def check_that_all_end(session: int) -> None:
-    deadline = time.monotonic() + 10
-    while left := group_of(session):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    wait_until(lambda: not group_of(session), seconds=10, pause_s=0.1)
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:

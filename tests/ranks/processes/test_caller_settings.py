@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from kit.programs import run_script
 
 SCRIPT = """
 import decimal, gc, json, locale, logging, multiprocessing, os, socket, sys, tempfile, warnings
@@ -176,10 +174,7 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 def test_settings_made_in_main_hold_in_ranks_and_their_workers(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ)
-    )
+    done = run_script(tmp_path, SCRIPT)
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("JSON"))
     before, after, rank, worker, spawned = json.loads(line[4:])

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainloop
-from trainloop import TrainLoop, TTModel
+from trainloop import TTModel
 
 # Functions of torch that create tensors on the default device.
 CREATE = set(
@@ -56,16 +57,13 @@ class Net(TTModel):
 def trained(mode: str) -> torch.Tensor:
     model = Net()
     data = TensorDataset(torch.arange(80.0, device="cpu").reshape(20, 4) / 80, torch.ones(20, 1, device="cpu"))
-    loop = TrainLoop(
+    loop = cpu_loop(
         model,
         DataLoader(data, 4),
-        DataLoader(data, 4),
-        optimizer=torch.optim.SGD(model.parameters(), 0.1),
         criterion=nn.MSELoss(),
+        validation_loader=DataLoader(data, 4),
         gpu_mode=mode,
-        accelerator="cpu",
-        devices=1 if mode == "single" else 2,
-        progress_bar=False,
+        devices=2,
     )
     loop.fit(num_epochs=2)
     return model.linear.weight.detach()

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from kit.programs import wait_until
 
 from trainloop._launch import hosts as hosts_module
 from trainloop._launch.failures import Failure
@@ -260,10 +261,7 @@ def test_a_host_that_falls_silent_is_lost_for_all(monkeypatch: pytest.MonkeyPatc
     port = free_port()
     zero, one, two = in_threads(*({"port": port, "node_rank": node, "num_nodes": 3} for node in range(3)))
     monkeypatch.setattr(one, "_exchange", lambda: None)
-    deadline = time.monotonic() + 20
-    while zero.failure() is None or two.failure() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: zero.failure() is not None and two.failure() is not None, seconds=20)
     for host in (zero, two):
         failure = host.failure()
         assert failure is not None
@@ -507,10 +505,7 @@ def test_two_hosts_train_one_model(two_hosts: list[str], tmp_path: Path) -> None
 @pytest.mark.hosts
 def test_a_cut_cable_ends_both_sides(two_hosts: list[str], tmp_path: Path) -> None:
     nodes = on_hosts(tmp_path, two_hosts, ranks=1, PAUSE="0.3")
-    deadline = time.monotonic() + 100
-    while not all((tmp_path / f"running-{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: all((tmp_path / f"running-{rank}").exists() for rank in range(2)), seconds=100)
     run_ip("-n", two_hosts[0], "link", "set", "cable", "down")
     for node, process in enumerate(nodes):
         _, err = process.communicate(timeout=hosts_module.SILENCE_S + 30)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from kit.loops import cpu_loop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -50,16 +51,13 @@ class Net(TTModel):
 
 
 def loop_of(model: Net, data: TensorDataset, **options: Any) -> TrainLoop[Net]:
-    return TrainLoop(
+    return cpu_loop(
         model,
         DataLoader(data, batch_size=8),
-        DataLoader(data, batch_size=8),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        criterion=nn.CrossEntropyLoss(),
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        validation_loader=DataLoader(data, batch_size=8),
         gpu_mode="ddp",
-        accelerator="cpu",
         devices=2,
-        progress_bar=False,
         **options,
     )
 
@@ -279,16 +277,7 @@ def test_loaders_workers_are_those_of_a_call() -> None:
         loader = DataLoader(
             data, 8, shuffle=True, num_workers=1, persistent_workers=True, generator=torch.Generator().manual_seed(4)
         )
-        tl = TrainLoop(
-            model,
-            loader,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            gpu_mode="ddp",
-            accelerator="cpu",
-            devices=2,
-            seed=1,
-            progress_bar=False,
-        )
+        tl = cpu_loop(model, loader, criterion=None, gpu_mode="ddp", devices=2, seed=1)
         sums, workers, predicted = [], [], []
 
         def fit(**arguments: Any) -> None:

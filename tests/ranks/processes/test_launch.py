@@ -27,6 +27,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from kit.programs import run_script
 from kit.ranks import run_ranks
 
 from trainloop._launch import join, launch, rank_from_launcher
@@ -366,9 +367,7 @@ main()
 
 @pytest.mark.long
 def test_a_script_without_a_guard_is_told_at_once(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(UNGUARDED)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    done = run_script(tmp_path, UNGUARDED)
     assert done.returncode == 1
     assert "script.py, line 7, starts processes, but is not inside an `if __name__ == '__main__':` block" in done.stderr
     assert "    if __name__ == '__main__':\n        main()" in done.stderr
@@ -394,9 +393,7 @@ if __name__ == '__main__':
 
 @pytest.mark.long
 def test_a_script_may_be_edited_while_it_runs(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(GUARDED_AND_EDITED)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    done = run_script(tmp_path, GUARDED_AND_EDITED)
     assert (done.returncode, done.stdout) == (0, "checked\n"), done.stderr
 
 

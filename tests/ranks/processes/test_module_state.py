@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from kit.programs import run_script
 from kit.sharded_models import FSDP
 
 MODULES = {
@@ -183,11 +182,7 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 def test_what_the_script_sets_in_its_modules(tmp_path: Path) -> None:
-    for name, text in {**MODULES, "script": SCRIPT}.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=200, cwd=tmp_path
-    )
+    done = run_script(tmp_path, SCRIPT, modules=MODULES)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     for method in ("forkserver", "spawn"):
@@ -287,11 +282,7 @@ if __name__ == "__main__":
 
 
 def test_a_variable_that_the_script_and_its_module_share_is_one_object_in_ranks(tmp_path: Path) -> None:
-    for name, text in {"settings": SETTINGS, "script": SHARING_SCRIPT}.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=200, cwd=tmp_path
-    )
+    done = run_script(tmp_path, SHARING_SCRIPT, modules={"settings": SETTINGS})
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str([(2, True), [3.0, 4.0], [3.0, 4.0], [2, 3, 4], {"scale": 4}])
     assert "UserWarning" not in done.stderr
@@ -381,9 +372,5 @@ if __name__ == "__main__":
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["ddp", FSDP])
 def test_functions_and_classes_in_other_modules_share_their_variables_with_the_work(mode: str, tmp_path: Path) -> None:
-    for name, text in {**PARTS, "script": USES}.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), mode], capture_output=True, text=True, timeout=200, cwd=tmp_path
-    )
+    done = run_script(tmp_path, USES, mode, modules=PARTS)
     assert done.returncode == 0, done.stderr

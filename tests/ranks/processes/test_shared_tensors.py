@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from kit.small_loop import Net
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from trainloop import AbstractCallback, TrainLoop, distributed
+from trainloop import AbstractCallback, distributed
 
 ROWS, LARGE = 24, 5_000_000  # the latter in floats: 20 MB
 
@@ -73,15 +74,12 @@ class Reports(AbstractCallback):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_rank_has_its_own(workers: int) -> None:
     model, data, reports = Net(), Counts(), Reports()
-    tl = TrainLoop(
+    tl = cpu_loop(
         model,
         DataLoader(data, 4, num_workers=workers),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         criterion=torch.nn.CrossEntropyLoss(),
         gpu_mode="ddp",
-        accelerator="cpu",
         devices=2,
-        progress_bar=False,
     )
     tl.fit(num_epochs=2, callbacks=[reports])
     for rank, facts in enumerate(reports.reports):

@@ -18,6 +18,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from kit.loops import cpu_loop
+from kit.programs import run_script, wait_until
 from kit.ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -190,10 +192,7 @@ def test_ranks_end_with_their_server_and_the_next_call_has_another(
     with pytest.raises(WorkerFailedError, match=r"with exit code 255(.|\n)*fork server, .* was killed"):
         launch(kills_the_server, ranks_per_node=2)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    deadline = time.monotonic() + 10
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(psutil.pid_exists, pids))
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), seconds=10)
     assert launch(parent, ranks_per_node=1) == server_pid()
 
 
@@ -243,13 +242,10 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 def test_the_program_s_own_processes_may_come_from_the_same_server(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SHARED)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
     def said(who: str) -> list[str]:
-        command = [sys.executable, str(script), who]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        done = run_script(tmp_path, SHARED, who, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
@@ -296,9 +292,7 @@ if __name__ == "__main__":
 def test_ranks_start_in_a_worker_of_joblib_whose_start_method_only_joblib_knows(
     each_start_method: str, tmp_path: Path
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(IN_JOBLIB)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    done = run_script(tmp_path, IN_JOBLIB)
     assert done.stdout.strip() == f"[('loky', {multiprocessing.get_all_start_methods()[0]!r})]", done.stderr
 
 
@@ -429,16 +423,13 @@ def trained_from(start: float) -> tuple[list[float], list[float]]:
     nn.init.constant_(model.fc.weight, start)
     nn.init.zeros_(model.fc.bias)
     x = torch.arange(24.0).reshape(8, 3) / 24
-    tl = TrainLoop(
+    tl = cpu_loop(
         model,
         DataLoader(TensorDataset(x, start * x[:, :1]), 2, shuffle=True, num_workers=1),
-        optimizer=torch.optim.SGD(model.parameters(), 0.1),
         criterion=nn.MSELoss(),
         gpu_mode="ddp",
-        accelerator="cpu",
         devices=2,
         seed=int(start),
-        progress_bar=False,
     )
     tl.fit(num_epochs=2, callbacks=[Breaks()] if start == BROKEN else [])
     return model.fc.weight.flatten().tolist(), list(tl.history["loss"])

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.distributed import gather_object
 
 ROWS = 23
 
 
-class Noisy(TTModel):
+class Noisy(TTBasicModel):
     """Draws noise from its own generator, and dropout from torch's."""
 
     def __init__(self) -> None:
@@ -33,9 +33,6 @@ class Noisy(TTModel):
         x, y = batch_data
         noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
         return criterion(self(x + 0.1 * noise), y)
-
-    def get_predictions(self, batch_data: Any, device: Any) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
 
 
 class OfEachRank(AbstractCallback):

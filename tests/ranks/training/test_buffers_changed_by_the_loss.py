@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.loops import cpu_loop
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -147,10 +148,9 @@ def test_attributes_that_come_back_with_one_ranks_values_are_named(mode: str, ca
     for gathers in (False, True):
         model = Counting(gathers)
         sgd = optim.SGD(model.parameters(), 0.1)
-        loop = TrainLoop(
-            model, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 2), None, None, sgd, nn.MSELoss(),
-            gpu_mode=mode, accelerator="cpu", devices=2, progress_bar=False,
-        )  # fmt: skip
+        loop = cpu_loop(
+            model, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 2), sgd, nn.MSELoss(), gpu_mode=mode, devices=2
+        )
         loop.fit(1)
         warned = " ".join(capfd.readouterr().err.split())
         names = "meter.total, seen, sum, metric.mean_value"
@@ -187,10 +187,9 @@ def test_modes_and_settings_of_layers_that_one_rank_changes_are_named(mode: str,
     for everywhere in (False, True):
         model = Dropping()
         sgd = optim.SGD(model.parameters(), 0.1)
-        loop = TrainLoop(
-            model, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 2), None, None, sgd, nn.MSELoss(),
-            gpu_mode=mode, accelerator="cpu", devices=2, progress_bar=False,
-        )  # fmt: skip
+        loop = cpu_loop(
+            model, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 2), sgd, nn.MSELoss(), gpu_mode=mode, devices=2
+        )
         loop.fit(2, callbacks=[OnRank0(everywhere)])
         warned = " ".join(capfd.readouterr().err.split())
         assert warned.count("the modules drop (Dropout) are in training mode on some ranks") == (not everywhere)

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, MultiLoss, TrainLoop, TTModel
+from trainloop import AbstractCallback, MultiLoss, TTBasicModel, TTModel
 
 
-class Segmentation(TTModel):
+class Segmentation(TTBasicModel):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -21,9 +22,6 @@ class Segmentation(TTModel):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
-        return criterion(self(batch_data[0]), batch_data[1])
 
     def get_predictions(self, batch_data: Any, device: Any) -> Any:
         return self(batch_data[0]).argmax(1), batch_data[1], {}
@@ -59,15 +57,7 @@ def trained(model: TTModel, pixels: int, callback: AbstractCallback, *, samples:
     x = torch.randn(samples, 1, pixels, pixels, generator=draws)
     data = TensorDataset(x, torch.randint(0, 3, (samples, pixels, pixels), generator=draws))
     accumulation = options.pop("grad_accumulation", 1)
-    loop = TrainLoop(
-        model,
-        DataLoader(data, 2),
-        optimizer=torch.optim.SGD(model.parameters(), 1.0),
-        criterion=nn.CrossEntropyLoss(),
-        accelerator="cpu",
-        progress_bar=False,
-        **options,
-    )
+    loop = cpu_loop(model, DataLoader(data, 2), torch.optim.SGD(model.parameters(), 1.0), **options)
     loop.fit(num_epochs=1, grad_accumulation=accumulation, callbacks=[callback])
     return torch.cat([(p.detach() - old).flatten() for p, old in zip(model.parameters(), before, strict=True)])
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from kit.loops import Layers, cpu_loop
 from kit.sharded_models import FSDP
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop import AbstractCallback
 
 X = torch.randn(30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-class Net(TTBasicModel):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-
-    def forward(self, x: Any) -> Any:
-        return self.net(x)
 
 
 class Decays(AbstractCallback):
@@ -36,13 +28,17 @@ class Decays(AbstractCallback):
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp", FSDP])
 def test_a_hook_may_add_to_gradients_with_a_graph(mode: Any, accumulation: int) -> None:
-    model, reference = Net(), Net()
-    in_ranks, options = mode not in ("single", "dp"), {} if mode == "single" else {"devices": 2}
-    loop = TrainLoop(
-        model, DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), 3 if in_ranks else 6), gpu_mode=mode,
-        optimizer=optim.SGD(model.parameters(), lr=0.1), criterion=nn.MSELoss(), accelerator="cpu",
-        progress_bar=False, timeout=60, **options,
-    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Layers(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    reference, in_ranks = copy.deepcopy(model), mode not in ("single", "dp")
+    loop = cpu_loop(
+        model,
+        DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), 3 if in_ranks else 6),
+        criterion=nn.MSELoss(),
+        gpu_mode=mode,
+        devices=2,
+        timeout=60,
+    )
     for _ in range(2):  # gradients come back to the caller, and are there in the next fit
         loop.fit(num_epochs=2, callbacks=[Decays()], grad_accumulation=accumulation)
     optimizer = optim.SGD(reference.parameters(), lr=0.1)

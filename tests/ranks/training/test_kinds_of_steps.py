@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from kit.alternating_models import (
     wgan_by_hand,
     wgan_optimizers,
 )
+from kit.loops import cpu_loop
+from kit.ranks import run_own_ranks
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -87,18 +88,15 @@ def trained(name: str, ranks: int, mode: str) -> tuple[Any, dict[str, Any], floa
     torch.manual_seed(0)
     model, data, make_optimizer, criterion, accumulation = cases()[name]
     model = model.double()
-    loop = TrainLoop(
+    loop = cpu_loop(
         model,
         DataLoader(data, batch_size=12 // ranks if mode == "ddp" else 12),
-        DataLoader(data, batch_size=5),
-        None,
         make_optimizer(model),
         criterion,
+        validation_loader=DataLoader(data, batch_size=5),
         gpu_mode=mode,
-        accelerator="cpu",
         devices=ranks if mode == "ddp" else "auto",
         seed=3,
-        progress_bar=False,
         gradient_clip_norm=0.5,
     )
     loop.fit(num_epochs=2, grad_accumulation=accumulation)
@@ -111,11 +109,9 @@ class Disagreeing(WGAN):
         yield from super().get_loss(batch_data, criterion, device)
 
 
-def in_rank(rank: int, ranks: int, folder: str) -> None:
+def in_rank(ranks: int) -> dict[str, Any]:
     """Each case, in a group that is up: the loops join it, so that all cases cost one start."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    rank = torch.distributed.get_rank()
     facts: dict[str, Any] = {name: trained(name, ranks, "ddp") for name in cases()}
 
     torch.manual_seed(0)
@@ -138,15 +134,13 @@ def in_rank(rank: int, ranks: int, folder: str) -> None:
         ).fit(num_epochs=1)
     except ConfigurationError as error:
         facts["disagreeing"] = str(error)
-    torch.save(facts, f"{folder}/facts-{rank}")
-    torch.distributed.destroy_process_group()
+    return facts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_equal_one_process(ranks: int, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(in_rank, (ranks, str(tmp_path)), nprocs=ranks)
-    everyone = [torch.load(tmp_path / f"facts-{rank}", weights_only=False) for rank in range(ranks)]
+    everyone = run_own_ranks(in_rank, ranks, ranks, folder=tmp_path)
     for name in cases():
         state, history, loss = trained(name, 1, "single")
         for facts in everyone:
@@ -193,16 +187,13 @@ def test_one_rank_equals_one_process(several: bool) -> None:
         parts = [model.layers, model.head] if several else [model]
         optimizers = [optim.Adam(part.parameters(), lr=0.02) for part in parts]
         several_named = dict(zip(("body", "head"), optimizers))
-        loop = TrainLoop(
+        loop = cpu_loop(
             model,
             DataLoader(classes(24), batch_size=4),
-            optimizer=MultiOptimizer(several_named) if several else optimizers[0],
-            criterion=nn.CrossEntropyLoss(),
+            MultiOptimizer(several_named) if several else optimizers[0],
             gpu_mode=mode,
-            accelerator="cpu",
             devices=1,
             seed=0,
-            progress_bar=False,
         )
         return loop.fit(num_epochs=2, grad_accumulation=1 if several else 2)
 
@@ -233,18 +224,14 @@ def test_a_rank_without_samples_takes_part(name: str, rows: int, accumulation: i
         model, _, make_optimizer, criterion, _ = cases()[name]
         model = model.double()
         data = classes(rows) if "closure" in name else points(rows)
-        loop = TrainLoop(
+        loop = cpu_loop(
             model,
             DataLoader(data, batch_size=size),
-            None,
-            None,
             make_optimizer(model),
             criterion,
             gpu_mode=mode,
-            accelerator="cpu",
             devices=3 if mode == "ddp" else "auto",
             seed=3,
-            progress_bar=False,
         )
         hooks = StopsAt()
         loop.fit(num_epochs=1, callbacks=[hooks], grad_accumulation=accumulation)
@@ -281,15 +268,13 @@ def two_optimizers(model: Any) -> dict[str, optim.Optimizer]:
 
 
 def loop_in_two_ranks(model: Any, data: TensorDataset, mode: str) -> TrainLoop:
-    return TrainLoop(
+    return cpu_loop(
         model,
         DataLoader(data, batch_size=4),
-        optimizer=MultiOptimizer(two_optimizers(model)),
-        criterion=nn.functional.cross_entropy,
+        MultiOptimizer(two_optimizers(model)),
+        nn.functional.cross_entropy,
         gpu_mode=mode,
         devices=2,
-        accelerator="cpu",
-        progress_bar=False,
     )
 
 
@@ -315,8 +300,7 @@ def test_each_yielded_loss_reads_the_buffers_of_rank_0(mode: str) -> None:
                     first.grad.add_(second.grad).div_(2)
             optimizer.step()
     loop_in_two_ranks(ours, data, mode).fit(num_epochs=1)
-    for name, value in theirs[0].state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours.state_dict(), theirs[0].state_dict(), rtol=0, atol=1e-12)
 
 
 class Uncentred(Centred):
@@ -352,5 +336,4 @@ def test_a_layer_that_a_hook_adds_is_trained_by_yielded_losses_from_that_step_on
             loss.backward()
             optimizers[name].step()
     loop_in_two_ranks(ours, data, mode).fit(num_epochs=1, callbacks=[Grows()])
-    for name, value in theirs.state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], value, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=1e-12)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from kit.sharded_models import FSDP
 from torch import Tensor, nn, optim
 from torch.nn import functional
@@ -93,14 +94,13 @@ def by_loop(kind: str, tasks: str, **options: Any) -> tuple[TwoTasks, TrainLoop]
     accumulation = options.pop("grad_accumulation", 1)
     loader: Any = Batches(tasks)
     sgd = optim.SGD(model.parameters(), 0.05)
-    loop = TrainLoop(model, loader, loader, optimizer=sgd, accelerator="cpu", progress_bar=False, timeout=60, **options)
+    loop = cpu_loop(model, loader, sgd, None, validation_loader=loader, timeout=60, **options)
     loop.fit(num_epochs=2, grad_accumulation=accumulation)
     return model, loop
 
 
 def check_equal(model: TwoTasks, expected: TwoTasks) -> None:
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)

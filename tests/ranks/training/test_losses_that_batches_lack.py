@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor, nn, optim
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import MultiLoss, TrainLoop, TTModel
+from trainloop import MultiLoss, TTModel
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.optim import MultiOptimizer
 
@@ -107,9 +108,7 @@ def _by_hand(kind: str, data: TensorDataset, steps: list[list[range]]) -> list[T
 
 def _trained(model: Tasks, data: TensorDataset, size: int, accumulation: int, **options: Any) -> list[Tensor]:
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    loop = TrainLoop(
-        model, DataLoader(data, size), optimizer=optimizer, accelerator="cpu", progress_bar=False, timeout=60, **options
-    )
+    loop = cpu_loop(model, DataLoader(data, size), optimizer, None, timeout=60, **options)
     loop.fit(num_epochs=EPOCHS, grad_accumulation=accumulation)
     return list(model.parameters())
 
@@ -215,10 +214,15 @@ def test_a_loss_of_zero_without_targets_has_no_units(
     data, model, reference = TensorDataset(x, y), IgnoresTargets(""), IgnoresTargets("")
     in_ranks = mode in ("ddp", "fsdp")
     options = {} if mode == "single" else {"devices": devices}
-    loop = TrainLoop(
-        model, DataLoader(data, 2), DataLoader(data, 3), optimizer=optim.SGD(model.parameters(), lr=0.1),
-        gpu_mode=mode, accelerator="cpu", progress_bar=False, timeout=60, **options,
-    )  # fmt: skip
+    loop = cpu_loop(
+        model,
+        DataLoader(data, 2),
+        criterion=None,
+        validation_loader=DataLoader(data, 3),
+        gpu_mode=mode,
+        timeout=60,
+        **options,
+    )
     loop.fit(num_epochs=EPOCHS, grad_accumulation=accumulation)
     optimizer = optim.SGD(reference.parameters(), lr=0.1)
     expected: dict[str, list[float]] = {"loss": [], "val_loss": []}
@@ -269,15 +273,8 @@ class TwoOptimizers(Tasks):
 @pytest.mark.parametrize("mode, accumulation, length", [("ddp", 1, 48), ("fsdp", 1, 48), ("fsdp", 2, 45)])
 def test_batches_that_lack_the_losses_of_an_optimizer(kind: str, mode: Any, accumulation: int, length: int) -> None:
     data, model, reference = _data(length, tasks=3), TwoOptimizers(kind), TwoOptimizers(kind)
-    loop = TrainLoop(
-        model,
-        DataLoader(data, 4),
-        optimizer=MultiOptimizer(model.optimizers()),
-        gpu_mode=mode,
-        devices=2,
-        accelerator="cpu",
-        progress_bar=False,
-        timeout=60,
+    loop = cpu_loop(
+        model, DataLoader(data, 4), MultiOptimizer(model.optimizers()), None, gpu_mode=mode, devices=2, timeout=60
     )
     loop.fit(num_epochs=EPOCHS, grad_accumulation=accumulation)
     optimizers = reference.optimizers()
@@ -323,10 +320,7 @@ def test_buffers_and_the_loss_of_each_step_are_those_of_one_process(accumulation
     data, one, model = _data(19, tasks=2), Normalized(), Normalized()
     loops = []
     for net, size, options in [(one, 9, {}), (model, 3, {"gpu_mode": "ddp", "devices": 3})]:
-        loop: Any = TrainLoop(
-            net, DataLoader(data, size), optimizer=optim.SGD(net.parameters(), lr=0.1), accelerator="cpu",
-            progress_bar=False, timeout=60, **options,
-        )  # fmt: skip
+        loop: Any = cpu_loop(net, DataLoader(data, size), criterion=None, timeout=60, **options)
         loop.fit(num_epochs=3, grad_accumulation=accumulation)
         loops.append(loop)
     torch.testing.assert_close(model.state_dict(), one.state_dict(), rtol=0, atol=1e-12)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from kit import reference
+from kit.loops import cpu_loop
 from kit.ranks import run_own_ranks
 from kit.sharded_models import needs_fsdp_on_cpu
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, TrainLoop, TTModel, distributed
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel, distributed
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.errors import CheckpointError, WorkerFailedError
 
@@ -30,7 +31,7 @@ class Centers(nn.Module):
         return nn.functional.cross_entropy(self.scale * y_pred, y)
 
 
-class Net(TTModel):
+class Net(TTBasicModel):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -40,13 +41,6 @@ class Net(TTModel):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.body(x)))
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        x, y = batch_data
-        return criterion(self(x), y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
 
 
 class Acts(AbstractCallback):
@@ -91,15 +85,13 @@ def make(mode: str, frozen: bool = True, ranks: int = 2, in_group: bool = True, 
     model.body.requires_grad_(not frozen)
     model.body[2].register_buffer("seen", torch.zeros(1))
     parts = [model, criterion] if in_group else [model.head, criterion]
-    return TrainLoop(
+    return cpu_loop(
         model,
         DataLoader(TensorDataset(x, (x @ torch.randn(8, 3, generator=generator).double()).argmax(1)), 12 // ranks),
-        optimizer=torch.optim.Adam([p for part in parts for p in part.parameters()], 0.01),
-        criterion=criterion,
+        torch.optim.Adam([p for part in parts for p in part.parameters()], 0.01),
+        criterion,
         gpu_mode=mode,
-        accelerator="cpu",
         seed=1,
-        progress_bar=False,
         **options,
     )
 
@@ -314,10 +306,7 @@ def test_a_model_may_return_a_part_of_its_parameters() -> None:
         loader = DataLoader(TensorDataset(x, y), 6 if mode in ("single", "dp") else 3)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         devices = 1 if mode == "single" else 2
-        loop = TrainLoop(
-            model, loader, None, None, optimizer, nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu",
-            devices=devices, progress_bar=False,
-        )  # fmt: skip
+        loop = cpu_loop(model, loader, optimizer, gpu_mode=mode, devices=devices)
         loop.fit(num_epochs=2, grad_accumulation=2)
         found[mode] = model.state_dict()
         assert torch.equal(found[mode]["body.0.weight"], Net().body[0].weight)
@@ -345,11 +334,13 @@ def test_gradients_that_a_callback_set_add_up_over_the_steps_of_an_epoch() -> No
     models = []
     for mode, ranks in [("single", 1), ("ddp", 2)]:
         model = Net()
-        loop = TrainLoop(
-            model, DataLoader(TensorDataset(x, x.argmax(1) % 3), batch_size=12 // ranks), None, None,
-            torch.optim.SGD(model.head.parameters(), lr=0.1), nn.CrossEntropyLoss(), gpu_mode=mode, accelerator="cpu",
-            devices=ranks, progress_bar=False,
-        )  # fmt: skip
+        loop = cpu_loop(
+            model,
+            DataLoader(TensorDataset(x, x.argmax(1) % 3), batch_size=12 // ranks),
+            torch.optim.SGD(model.head.parameters(), lr=0.1),
+            gpu_mode=mode,
+            devices=ranks,
+        )
         loop.fit(num_epochs=2, callbacks=[StepsRarely("steps rarely")])
         models.append(model)
     assert reference.largest_difference(*models) < 1e-12

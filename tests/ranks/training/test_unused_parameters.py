@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 from kit import reference
+from kit.loops import cpu_loop
 from kit.ranks import run_own_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel, distributed
+from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TTBasicModel, distributed
 
 GLOBAL_BATCH = 8
 
 
-class Branches(TTModel):
+class Branches(TTBasicModel):
     """``how``: extra layers used in some steps, for some rows, or where a batch as a whole says so."""
 
     def __init__(self, how: str) -> None:
@@ -43,9 +44,6 @@ class Branches(TTModel):
         self.calls += 1
         return criterion(self(batch_data[0]), batch_data[1])
 
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
-
 
 class Without(AbstractCallback):
     """Which parameters have no gradient in each step."""
@@ -66,14 +64,11 @@ def rows() -> TensorDataset:
 
 def train(how: str, mode: str) -> tuple[dict[str, Tensor], list[list[str]]]:
     model, without = Branches(how), Without()
-    tl = TrainLoop(
+    tl = cpu_loop(
         model,
         DataLoader(rows(), GLOBAL_BATCH // distributed.get_world_size()),
-        optimizer=torch.optim.Adam(model.parameters(), 0.01),
-        criterion=nn.CrossEntropyLoss(),
+        torch.optim.Adam(model.parameters(), 0.01),
         gpu_mode=mode,
-        accelerator="cpu",
-        progress_bar=False,
     )
     tl.fit(num_epochs=2, callbacks=[without], ddp_model_args={"find_unused_parameters": True})
     return model.state_dict(), without.found
@@ -139,14 +134,11 @@ class TwoLosses(WithSparse):
 
 def train_with_two_losses(mode: str) -> dict[str, Tensor]:
     model = TwoLosses()
-    tl = TrainLoop(
+    tl = cpu_loop(
         model,
         DataLoader(optional_in_the_tail(), GLOBAL_BATCH // 2 // distributed.get_world_size()),
-        optimizer=torch.optim.SGD(model.parameters(), 0.1),
         criterion=nn.CrossEntropyLoss(torch.tensor([1.0, 2, 3]).double()),
         gpu_mode=mode,
-        accelerator="cpu",
-        progress_bar=False,
     )
     tl.fit(num_epochs=2, grad_accumulation=2, ddp_model_args={"find_unused_parameters": True})
     return model.state_dict()
@@ -154,14 +146,11 @@ def train_with_two_losses(mode: str) -> dict[str, Tensor]:
 
 def train_with_a_tail(mode: str, sparse: bool = False, **ddp: Any) -> tuple[dict[str, Tensor], list[list[str]]]:
     model, without = WithSparse() if sparse else Branches("rows"), Without()
-    tl = TrainLoop(
+    tl = cpu_loop(
         model,
         DataLoader(optional_in_the_tail(), GLOBAL_BATCH // distributed.get_world_size()),
-        optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0 if sparse else 0.9),
-        criterion=nn.CrossEntropyLoss(),
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0 if sparse else 0.9),
         gpu_mode=mode,
-        accelerator="cpu",
-        progress_bar=False,
     )
     tl.fit(num_epochs=3, callbacks=[without], ddp_model_args={"find_unused_parameters": True, **ddp})
     return model.state_dict(), without.found
@@ -205,10 +194,7 @@ def test_a_training_that_reaches_no_parameter_is_warned_of(capfd: pytest.Capture
     model = ReadsAnother("steps")
     optimizer = MultiOptimizer({"all": torch.optim.SGD(model.parameters(), lr=0.1)})
     before = model.first.weight.detach().clone()
-    loop = TrainLoop(
-        model, DataLoader(rows(), 4), None, None, optimizer, nn.CrossEntropyLoss(),
-        gpu_mode="ddp", devices=2, accelerator="cpu", progress_bar=False,
-    )  # fmt: skip
+    loop = cpu_loop(model, DataLoader(rows(), 4), optimizer, gpu_mode="ddp", devices=2)
     loop.fit(num_epochs=2)
     assert torch.equal(model.first.weight, before)
     assert capfd.readouterr().err.count("No trained parameter got a gradient in this epoch") == 1

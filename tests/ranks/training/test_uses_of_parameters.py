@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor, nn, optim
 from torch.func import functional_call, jacrev, vmap
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTModel
+from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TTBasicModel, TTModel
 from trainloop.distributed import all_gather, all_reduce
 from trainloop.errors import ConfigurationError, WorkerFailedError
 from trainloop.parallel import TTDataParallel
@@ -33,7 +34,7 @@ NAMES = {
 OWN_BACKWARD = "get_loss changes the gradients of parameters"
 
 
-class Net(TTModel):
+class Net(TTBasicModel):
     def __init__(self, use: str = "") -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -107,9 +108,6 @@ class Net(TTModel):
             return mse(self(x), y)
         raise AssertionError(self.use)
 
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
-
 
 def found_by_torchdiffeq(module: nn.Module) -> list[Tensor]:
     """Return a module's own parameters as torchdiffeq finds them for its adjoint method."""
@@ -124,10 +122,16 @@ def trained(model: Any, mode: str, **kwargs: Any) -> tuple[Tensor, list[float]]:
     data = TensorDataset(x, x.sum(1, keepdim=True))
     size = 6 if mode in ("single", "dp") else 3
     optimizer = kwargs.pop("optimizer", None) or optim.SGD(model.parameters(), lr=0.1)
-    loop = TrainLoop(
-        model, DataLoader(data, size), DataLoader(data, 5), None, optimizer, nn.MSELoss(),
-        gpu_mode=mode, accelerator="cpu", devices=1 if mode == "single" else 2, progress_bar=False, timeout=60,
-    )  # fmt: skip
+    loop = cpu_loop(
+        model,
+        DataLoader(data, size),
+        optimizer,
+        nn.MSELoss(),
+        validation_loader=DataLoader(data, 5),
+        gpu_mode=mode,
+        devices=2,
+        timeout=60,
+    )
     units = kwargs.pop("units", [nn.Sequential])
     if mode == "fsdp":
         kwargs["fsdp_model_args"] = {"shard": units}
@@ -419,10 +423,9 @@ def test_predictions_may_be_parameters_in_fsdp() -> None:
     for mode in ("single", "fsdp"):
         model = Painted()
         batches = [(torch.ones(4, 3, dtype=D), torch.full((4, 1), float(i), dtype=D)) for i in range(4)]
-        loop = TrainLoop(
-            model, batches, batches[:2], None, optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), gpu_mode=mode,
-            accelerator="cpu", devices=1 if mode == "single" else 2, progress_bar=False, timeout=60,
-        )  # fmt: skip
+        loop = cpu_loop(
+            model, batches, criterion=nn.MSELoss(), validation_loader=batches[:2], gpu_mode=mode, devices=2, timeout=60
+        )
         loop.fit(1, grad_accumulation=2 if mode == "single" else 1)
         y_pred, _, metadata = loop.predict_on_validation_set()
         assert torch.equal(y_pred, torch.stack(metadata["rows"]))
@@ -579,6 +582,6 @@ def test_weights_that_differ_for_a_known_cause(how: str, cause: str) -> None:
     model = Apart(how)
     loader = DataLoader(TensorDataset(torch.arange(40)), 4)
     sgd = optim.SGD(model.parameters(), lr=0.1)
-    loop = TrainLoop(model, loader, None, None, sgd, gpu_mode="ddp", accelerator="cpu", devices=2, progress_bar=False)
+    loop = cpu_loop(model, loader, sgd, None, gpu_mode="ddp", devices=2)
     with pytest.raises(WorkerFailedError, match=f"(?s){cause}"):
         loop.fit(1)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from kit.loops import cpu_loop
 from torch import Tensor, nn, optim
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -70,16 +71,7 @@ def test_lookahead_and_averages_in_ranks_equal_the_hand_written_loop() -> None:
     model, optimizer, averaged = made()
     reference, by_hand, by_hand_averaged = made()
     inner, slow = optimizer.inner, optimizer.slow
-    loop = TrainLoop(
-        model,
-        DataLoader(data, 4),
-        optimizer=optimizer,
-        criterion=nn.CrossEntropyLoss(),
-        gpu_mode="ddp",
-        accelerator="cpu",
-        devices=2,
-        progress_bar=False,
-    )
+    loop = cpu_loop(model, DataLoader(data, 4), optimizer, gpu_mode="ddp", devices=2)
     loop.fit(num_epochs=1, callbacks=[Averages(averaged)])
     loop.fit(num_epochs=1, callbacks=[Averages(averaged)])
     for _ in range(2):
@@ -90,8 +82,7 @@ def test_lookahead_and_averages_in_ranks_equal_the_hand_written_loop() -> None:
             by_hand_averaged.update_parameters(reference)
 
     def close(mine: nn.Module, theirs: nn.Module) -> None:
-        for name, value in theirs.state_dict().items():
-            torch.testing.assert_close(mine.state_dict()[name], value, rtol=0, atol=1e-9)
+        torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), rtol=0, atol=1e-9)
 
     close(model, reference)
     close(averaged, by_hand_averaged)
@@ -130,10 +121,7 @@ def test_state_that_belongs_to_no_parameter_is_used_comes_back_and_is_resumed(mo
     def made() -> TrainLoop[Net]:
         torch.manual_seed(0)
         model = Net().double()
-        return TrainLoop(
-            model, DataLoader(data, 8 // ranks), None, None, Counting(model.parameters()), nn.CrossEntropyLoss(),
-            gpu_mode=mode, accelerator="cpu", devices=ranks, progress_bar=False,
-        )  # fmt: skip
+        return cpu_loop(model, DataLoader(data, 8 // ranks), Counting(model.parameters()), gpu_mode=mode, devices=ranks)
 
     loop, reference = made(), made()
     loop.fit(num_epochs=1, callbacks=[ModelCheckpoint(tmp_path)])
@@ -147,8 +135,7 @@ def test_state_that_belongs_to_no_parameter_is_used_comes_back_and_is_resumed(mo
     resumed.fit(num_epochs=2, callbacks=[ModelCheckpoint(tmp_path)], resume_from="last")
     for one in (loop, resumed):
         assert one.optimizer.state["k"] == 6
-        for ours, theirs in zip(one.model.parameters(), reference.model.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+        torch.testing.assert_close(list(one.model.parameters()), list(reference.model.parameters()), rtol=0, atol=1e-9)
     if mode == "single":
         assert "memory of a training step" in str(loop.summary())
         assert loop.find_batch_size().suggestion is not None

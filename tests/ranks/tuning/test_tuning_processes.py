@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
@@ -21,7 +20,9 @@ import psutil
 import pytest
 import torch
 from kit.descriptors import all_low_numbers_taken
+from kit.loops import cpu_loop
 from kit.places import IMPORTS
+from kit.programs import wait_until
 from kit.saved_names import NAMES, names_in
 from kit.tuning_kinds import MakeBusy, MakeFailing, Scaled, make_broken, make_frequencies, make_scaled, rows
 from torch import Tensor, nn
@@ -321,14 +322,6 @@ def test_a_search_that_is_ended_leaves_no_process_and_goes_on_later(
     assert runs == ["hang-0-0", "hang-1-0", "hang-1-1", "nothing-0-0", "nothing-1-0"]
 
 
-def wait_until(condition: Callable[[], bool], run: subprocess.Popen[str] | None = None, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        assert run is None or run.poll() is None, run.communicate()
-        time.sleep(0.02)
-
-
 class Watch(threading.Thread):
     """Counts the runnable threads of all folds together, and reads their affinities, again and again."""
 
@@ -478,22 +471,18 @@ def test_a_train_loop_and_scikit_learn_in_one_search(tmp_path: Path) -> None:
 
 
 def make_ranks(params: dict[str, Any], fold: Any) -> Any:
-    from trainloop import TrainLoop
 
     data = TensorDataset(*blobs())
     torch.manual_seed(fold.index)  # the same weights in both trials, whose seeds differ
     model = net(8)
-    return TrainLoop(
+    return cpu_loop(
         model,
         DataLoader(Subset(data, fold.train), batch_size=4, shuffle=True),
-        DataLoader(Subset(data, fold.validation), batch_size=8),
-        optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
-        criterion=nn.CrossEntropyLoss(),
+        torch.optim.Adam(model.parameters(), lr=0.05),
+        validation_loader=DataLoader(Subset(data, fold.validation), batch_size=8),
         gpu_mode=params["mode"],
-        accelerator="cpu",
         devices=2,
         seed=0,
-        progress_bar=False,
     )
 
 

@@ -8,13 +8,13 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kit.places import IMPORTS
+from kit.programs import wait_until
 from kit.tuning_kinds import MakeFailing, make_scaled, rows
 
 from trainloop.errors import ResourceError
@@ -116,10 +116,7 @@ def test_a_lost_node_s_folds_run_again_elsewhere(nodes: Nodes, tmp_path: Path) -
         target=lambda: found.append(search(MakeFailing(marks), {"do": ["hang"]}, **options)), daemon=True
     )
     running.start()  # beside this thread, in which alone Ray lets nodes be added
-    deadline = time.monotonic() + 120
-    while not (marks / "hang-1-0").exists():
-        assert time.monotonic() < deadline, "the fold did not begin"
-        time.sleep(0.1)
+    wait_until((marks / "hang-1-0").exists, seconds=120)
     nodes.add()
     nodes.cluster.remove_node(first, allow_graceful=False)
     running.join(timeout=120)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from kit.small_loop import Net, make_loop
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainloop
@@ -160,10 +160,7 @@ def ported_loop(mode: str = "single", **keywords: Any) -> TrainLoop[Any]:
     model = Ported(**keywords)
     rows = TensorDataset(torch.randn(4, 2), torch.zeros(4, dtype=torch.int64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return TrainLoop(
-        model, DataLoader(rows, 2), optimizer=optimizer, criterion=nn.CrossEntropyLoss(), progress_bar=False,
-        gpu_mode=mode, accelerator="cpu", devices=1 if mode == "single" else 2,
-    )  # fmt: skip
+    return cpu_loop(model, DataLoader(rows, 2), optimizer, gpu_mode=mode, devices=2)
 
 
 def test_an_attribute_of_other_libraries_models_and_callbacks_says_the_one_here() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from kit.sharded_models import FSDP
 from kit.small_loop import make_loop
 from torch import Tensor, nn
@@ -188,7 +189,7 @@ def test_errors_about_shapes_name_the_step_and_the_batch(training: bool) -> None
     model = Shapes(training=training)
     loader = DataLoader(make_data(), batch_size=16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tl = TrainLoop(model, loader, loader, None, optimizer, nn.CrossEntropyLoss(), accelerator="cpu", progress_bar=False)
+    tl = cpu_loop(model, loader, optimizer, validation_loader=loader)
     with pytest.raises(RuntimeError, match="size of tensor") as caught:
         tl.fit(num_epochs=1)
     where = "In step 1 (epoch 1)" if training else "In an evaluation"

@@ -7,23 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import Layers, cpu_loop
 from kit.sharded_models import FSDP
-from torch import nn, optim
+from kit.small_loop import Raises
+from torch import nn
 from torch.utils.data import DataLoader
 
 from conftest import make_data
-from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop import AbstractCallback, TrainLoop
 from trainloop.errors import ConfigurationError, ResourceError
 from trainloop.resources import ResourceQuota, available
-
-
-class Net(TTBasicModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(x)
 
 
 class Look(AbstractCallback):
@@ -45,17 +38,13 @@ class Look(AbstractCallback):
 def make(
     num_cpus: int, mode: str = "single", devices: Any = "auto", num_workers: int = 0, **arguments: Any
 ) -> TrainLoop:
-    model = Net()
-    return TrainLoop(
+    model = Layers(nn.Linear(8, 3))
+    return cpu_loop(
         model,
         DataLoader(make_data(), batch_size=32, num_workers=num_workers),
-        optimizer=optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
         gpu_mode=mode,
-        accelerator="cpu",
         devices=devices,
         resources=ResourceQuota(num_cpus=num_cpus),
-        progress_bar=False,
         **arguments,
     )
 
@@ -88,13 +77,9 @@ def test_ranks_divide_the_quota(mode: str) -> None:
 
 
 def test_the_quota_ends_when_training_fails() -> None:
-    class Broken(AbstractCallback):
-        def on_batch_end(self) -> None:
-            raise ValueError("broken")
-
     before = os.sched_getaffinity(0)
     with pytest.raises(ValueError, match="broken"):
-        make(1).fit(num_epochs=1, callbacks=[Broken()])
+        make(1).fit(num_epochs=1, callbacks=[Raises(ValueError("broken"))])
     assert os.sched_getaffinity(0) == before
 
 

@@ -11,21 +11,37 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 
 from trainloop import callbacks
 from trainloop.callbacks import (
+    ConfusionMatrix,
+    DataSubsetTestRun,
     EarlyStopping,
     ExponentialMovingAverage,
+    FailureRecorder,
     GradientClipping,
+    GradientStats,
+    LearningRateMonitor,
+    LRScheduler,
+    MLflowTracking,
     ModelCheckpoint,
+    ModelPerformanceEvaluation,
     StochasticWeightAveraging,
     TensorBoard,
+    TerminateOnNaN,
+    ThresholdEarlyStopping,
     TimeLimit,
     TrainHistoryPlot,
     WandBTracking,
 )
 from trainloop.errors import ConfigurationError
-from trainloop.schedulers import CosineWithWarmupScheduler, LinearWithWarmupScheduler
+from trainloop.schedulers import (
+    ConstantWithWarmupScheduler,
+    CosineWithWarmupScheduler,
+    HardRestartsCosineWithWarmupScheduler,
+    LinearWithWarmupScheduler,
+)
 
 VALUES: dict[str, Any] = {
     "none": None,
@@ -70,22 +86,103 @@ def test_wrong_arguments_of_callbacks_are_configuration_errors(cls: Any, folder:
             assert kind not in refused, f"{cls.__name__}({one.name}={value!r}) is accepted"
 
 
+# Arguments that a callback can't do without.
+NEEDED: dict[Any, dict[str, Any]] = {
+    ConstantWithWarmupScheduler: {"num_warmup_steps": 1},
+    CosineWithWarmupScheduler: {"num_warmup_steps": 1},
+    DataSubsetTestRun: {"num_train_batches": 1},
+    FailureRecorder: {"dirpath": "x"},
+    GradientClipping: {"max_norm": 1.0},
+    HardRestartsCosineWithWarmupScheduler: {"num_warmup_steps": 1},
+    LinearWithWarmupScheduler: {"num_warmup_steps": 5},
+    LRScheduler: {"scheduler": StepLR, "step_size": 1},
+    ModelCheckpoint: {"dirpath": "x"},
+    ModelPerformanceEvaluation: {"result_package": ["accuracy"]},
+    ThresholdEarlyStopping: {"monitor": "loss", "threshold": 1.0},
+}
+# A callback's argument, wrong values, and what the error says after naming all three.
+WRONG: list[tuple[Any, str, list[Any], str]] = [
+    (ConfusionMatrix, "dataset", ["train"], "must be 'validation' or 'test'"),
+    (ConfusionMatrix, "every_n_epochs", [0], "must be an int of 1 or more"),
+    (ConstantWithWarmupScheduler, "num_warmup_steps", [-1], "must be a number of 0 or more"),
+    (CosineWithWarmupScheduler, "num_training_steps", [0.5], "must be a number of"),
+    (CosineWithWarmupScheduler, "num_cycles", [None], "must be a number"),
+    (CosineWithWarmupScheduler, "num_cycles", [math.inf], "must be a finite number"),
+    (DataSubsetTestRun, "num_val_batches", [-1], "must be an int of 0 or more"),
+    (EarlyStopping, "patience", [-1, True, np.bool_(True)], "must be a number of 0 or more"),
+    (EarlyStopping, "min_delta", ["much"], "must be a number"),
+    (EarlyStopping, "mode", ["lower"], "must be 'auto', 'min' or 'max'"),
+    (EarlyStopping, "monitor", [""], "must be the name of a metric"),
+    (ExponentialMovingAverage, "decay", ["0.9", 1.5, -0.1], "must be a number of 0 or more and of 1 or less"),
+    (ExponentialMovingAverage, "every_n_steps", [0], "must be an int of 1 or more"),
+    (ExponentialMovingAverage, "start_step", [-1], "must be an int of 0 or more"),
+    (ExponentialMovingAverage, "start_from", ["zero"], "must be"),
+    (ExponentialMovingAverage, "warmup", [-1.0, "yes", 1000], "must be"),
+    (FailureRecorder, "check_every_n_steps", [0, -1, 1.5, True, "often"], "must be an int of 1 or more, or None"),
+    (GradientClipping, "max_norm", ["1", 0, -1.0], "must be a number above 0, or None"),
+    (GradientClipping, "max_value", [math.nan], "must be a number above 0"),
+    (GradientClipping, "norm_type", ["a"], "must be a number"),
+    (GradientStats, "every_n_steps", [0], "must be an int of 1 or more"),
+    (HardRestartsCosineWithWarmupScheduler, "num_cycles", ["2"], "must be a number"),
+    (LRScheduler, "interval", ["batch"], "must be 'step' or 'epoch'"),
+    (LRScheduler, "frequency", [0, 1.5], "must be an int of 1 or more"),
+    (LRScheduler, "scheduler", ["StepLR"], "must be a class of torch.optim.lr_scheduler"),
+    (LearningRateMonitor, "every_n_steps", [0], "must be an int of 1 or more"),
+    (LinearWithWarmupScheduler, "num_warmup_steps", ["5"], "must be a number of 0 or more"),
+    (LinearWithWarmupScheduler, "num_warmup_steps", [math.inf], "must be a finite number"),
+    (LinearWithWarmupScheduler, "num_warmup_steps", [0.1], "must be a number of optimizer"),
+    (LinearWithWarmupScheduler, "num_training_steps", ["9"], "must be a number"),
+    (MLflowTracking, "log_every_n_steps", [0], "must be an int of 1 or more"),
+    (ModelCheckpoint, "async_save", ["no"], "must be True or False"),
+    (ModelCheckpoint, "exclude", [3], "must be a list of texts"),
+    (ModelCheckpoint, "every_n_epochs", [0], "must be an int of 1 or more, or None"),
+    (ModelCheckpoint, "every_n_steps", [1.5, np.True_], "must be an int of 1 or more, or None"),
+    (ModelCheckpoint, "every_n_minutes", [-1], "must be a number above 0, or None"),
+    (ModelCheckpoint, "keep", [True], "must be an int of 1 or more, or None"),
+    (ModelCheckpoint, "mode", ["best", "maxx"], "must be"),
+    (ModelPerformanceEvaluation, "eval_frequency", [0], "must be an int of 1 or more"),
+    (ModelPerformanceEvaluation, "on_iteration_frequency", [-1], "must be"),
+    (StochasticWeightAveraging, "swa_lr", [0, True], "must be"),
+    (StochasticWeightAveraging, "start", [1.5, -1], "must be"),
+    (StochasticWeightAveraging, "anneal_epochs", [-1], "must be"),
+    (StochasticWeightAveraging, "anneal_strategy", ["x"], "must be"),
+    (TensorBoard, "log_dir", [3], "must be a path, or None"),
+    (TensorBoard, "hyperparameters", [[1]], "must be a dict, or None"),
+    (TensorBoard, "log_every_n_steps", [0, 2.5], "must be an int of 1 or more, or None"),
+    (TensorBoard, "histograms_every_n_epochs", [-1], "must be an int of 1 or more"),
+    (TerminateOnNaN, "check_every_n_steps", [0], "must be an int of 1 or more, or None"),
+    (ThresholdEarlyStopping, "patience", [-2], "must be a number of 0 or more"),
+    (TimeLimit, "hours", ["2", -1], "must be a number of 0 or more"),
+    (TimeLimit, "seconds", [math.nan], "must be a number of 0 or more"),
+    (TrainHistoryPlot, "every_n_epochs", [0], "must be an int of 1 or more"),
+    (TrainHistoryPlot, "path", ["a\0b.png"], "must be"),
+    (WandBTracking, "batch_log_frequency", [0], "must be an int of 1 or more, or None"),
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "value", "words"),
+    [(cls, name, value, words) for cls, name, values, words in WRONG for value in values],
+)
+def test_the_error_names_the_callback_the_argument_and_the_value(cls: Any, name: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        cls(**{**NEEDED.get(cls, {}), name: value})
+    assert str(caught.value).startswith(f"{cls.__name__}: {name}={value!r}: {words}")
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ExponentialMovingAverage(decay="0.9"), "ExponentialMovingAverage: decay='0.9': must be a number"),  # type: ignore[arg-type]
-        (lambda: GradientClipping("1"), "GradientClipping: max_norm='1': must be a number above 0, or None"),  # type: ignore[arg-type]
-        (lambda: ModelCheckpoint("x", async_save="no"), "ModelCheckpoint: async_save='no': must be True or False"),  # type: ignore[arg-type]
-        (lambda: ModelCheckpoint("x", exclude=3), "ModelCheckpoint: exclude=3: must be a list of texts"),  # type: ignore[arg-type]
-        (lambda: TensorBoard(3), "TensorBoard: log_dir=3: must be a path, or None"),  # type: ignore[arg-type]
-        (lambda: TensorBoard(hyperparameters=[1]), "TensorBoard: hyperparameters=[1]: must be a dict, or None"),  # type: ignore[arg-type]
-        (lambda: TimeLimit(hours="2"), "TimeLimit: hours='2': must be a number of 0 or more"),  # type: ignore[arg-type]
+        (lambda: DataSubsetTestRun(0), "DataSubsetTestRun: all three numbers are 0"),
+        (lambda: ModelCheckpoint(""), "'' is not a folder. Pass a path or a URL"),
+        (lambda: ModelPerformanceEvaluation(["accuracy"], on_val_data=False), "are both False: set at least one to"),
+        (lambda: LinearWithWarmupScheduler(5, 4), "num_training_steps=4: must not be less than num_warmup_steps=5"),
+        (lambda: TimeLimit(), "the limit is 0.0 seconds. It must be above zero"),
     ],
 )
-def test_the_error_names_the_callback_the_argument_and_the_value(make: Any, words: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+def test_arguments_that_make_no_sense_together_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
         make()
-    assert words in str(caught.value)
 
 
 def test_a_single_text_is_a_list_of_one() -> None:
@@ -99,18 +196,3 @@ def test_numbers_of_other_libraries_become_plain_ones() -> None:
     assert (type(swa.swa_lr), type(swa.start), swa.start) == (float, int, 1)
     assert ExponentialMovingAverage(Fraction(1, 2), warmup=np.float32(0.75)).warmup == 0.75  # type: ignore[arg-type]
     assert f"{EarlyStopping(min_delta=Fraction(1, 4)).min_delta:g}" == "0.25"  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: EarlyStopping(patience=np.bool_(True)),  # type: ignore[arg-type]
-        lambda: StochasticWeightAveraging(swa_lr=True),
-        lambda: LinearWithWarmupScheduler(math.inf),  # type: ignore[arg-type]
-        lambda: CosineWithWarmupScheduler(1, num_cycles=math.inf),
-        lambda: TrainHistoryPlot("a\0b.png"),
-    ],
-)
-def test_bools_are_no_numbers_and_endless_schedules_and_paths_without_a_name_are_refused(make: Any) -> None:
-    with pytest.raises(ConfigurationError, match="must be"):
-        make()

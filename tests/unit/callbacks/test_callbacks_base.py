@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.small_loop import STEPS_PER_EPOCH, Net, Scores, make_loop
+from kit.small_loop import STEPS_PER_EPOCH, Net, Raises, Scores, make_loop
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from trainloop import AbstractCallback
@@ -264,13 +264,9 @@ def test_hooks_come_in_order() -> None:
 
 
 def test_an_exception_is_told_and_goes_on() -> None:
-    class Breaks(AbstractCallback):
-        def on_batch_end(self) -> None:
-            raise ZeroDivisionError("on purpose")
-
     heard: list[str] = []
     with pytest.raises(ZeroDivisionError, match="on purpose"):
-        make_loop().fit(num_epochs=1, callbacks=[Breaks(), Everything(heard)])
+        make_loop().fit(num_epochs=1, callbacks=[Raises(ZeroDivisionError("on purpose")), Everything(heard)])
     assert heard[-1] == "on_exception"
     assert "on_train_end" not in heard
 

@@ -55,8 +55,6 @@ def test_data_subset_of_a_stream() -> None:
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: DataSubsetTestRun(0), "DataSubsetTestRun: all three numbers are 0"),
-        (lambda: DataSubsetTestRun(1, -1), "num_val_batches=-1"),
         (
             lambda: make_loop().fit(num_epochs=1, callbacks=[DataSubsetTestRun(1, num_test_batches=2)]),
             "DataSubsetTestRun takes 2 batches of test_loader: the loop has no test_loader. Pass one to TrainLoop.",

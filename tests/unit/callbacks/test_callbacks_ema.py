@@ -186,21 +186,6 @@ def test_another_model_s_average() -> None:
         foreign.load_state_dict(ema.state_dict())
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ({"decay": 1.5}, "decay=1.5: must be a number of 0 or more and of 1 or less"),
-        ({"decay": -0.1}, "decay=-0.1: must be a number of 0 or more and of 1 or less"),
-        ({"every_n_steps": 0}, "every_n_steps=0: must be an int of 1 or more"),
-        ({"start_step": -1}, "start_step=-1: must be an int of 0 or more"),
-    ],
-)
-def test_arguments_that_cannot_work(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        ExponentialMovingAverage(**arguments)
-    assert words in str(error.value)
-
-
 def test_evaluation_needs_a_validation_loader() -> None:
     with pytest.raises(ConfigurationError, match=r"evaluate=True\): the loop has no validation_loader"):
         make_loop(validation=False).fit(num_epochs=1, callbacks=[ExponentialMovingAverage(evaluate=True)])

@@ -159,15 +159,6 @@ def _one(y_pred: Any, y_true: Any, metadata: Any) -> float:
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: ModelPerformanceEvaluation(Counts(), on_val_data=False), "are both False: set at least one to True"),
-        (
-            lambda: ModelPerformanceEvaluation(Counts(), eval_frequency=0),
-            "eval_frequency=0: must be an int of 1 or more",
-        ),
-        (
-            lambda: ModelPerformanceEvaluation(Counts(), on_iteration_frequency=-1),
-            "on_iteration_frequency=-1: must be",
-        ),
         (
             lambda: make_loop(validation=False).fit(num_epochs=1, callbacks=[ModelPerformanceEvaluation(Counts())]),
             "ModelPerformanceEvaluation(on_val_data=True): the loop has no validation_loader. Pass one to TrainLoop.",
@@ -182,7 +173,6 @@ def _one(y_pred: Any, y_true: Any, metadata: Any) -> float:
             ),
             "two metrics have the name 'val_f1', with the values",
         ),
-        (lambda: TrainHistoryPlot(every_n_epochs=0), "every_n_epochs=0: must be an int of 1 or more"),
     ],
 )
 def test_what_cannot_work(make: Any, words: str) -> None:

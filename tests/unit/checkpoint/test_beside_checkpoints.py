@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from kit.small_loop import Net, make_loop
+from kit.warned import warnings_of
 from torch import Tensor, nn, optim
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
@@ -68,12 +69,9 @@ def test_a_hook_that_is_not_called_for_a_resumed_epoch_is_warned_of(
 ) -> None:
     make_loop(validation=False).fit(num_epochs=2, callbacks=[kind(), saved(tmp_path)])
     rate = kind()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        make_loop(validation=False).fit(
-            num_epochs=3, callbacks=[rate, saved(tmp_path)], resume_from=path_of(tmp_path, step)
-        )
-    found = [str(one.message) for one in caught if "on_epoch_begin of Rate is not called" in str(one.message)]
+    resumed: Any = {"callbacks": [rate, saved(tmp_path)], "resume_from": path_of(tmp_path, step)}
+    loop = make_loop(validation=False)
+    found = warnings_of(lambda: loop.fit(num_epochs=3, **resumed), "on_epoch_begin of Rate is not called")
     assert len(found) == warned
     assert all("epoch 2 is resumed in the middle" in one for one in found)
 
@@ -153,13 +151,6 @@ class KeepsWithState(Keeps):
 
     def set_extra_state(self, state: Any) -> None:
         self.mean = state["mean"]
-
-
-def warnings_of(run: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run()
-    return [str(one.message) for one in caught]
 
 
 @pytest.mark.parametrize(
@@ -258,18 +249,16 @@ def test_state_of_a_dataset_that_reading_changes_is_named_once(tmp_path: Path, k
     assert len(found) == (kind != "none")
 
 
-def test_state_of_a_dataset_that_evaluations_change_is_named_once(tmp_path: Path) -> None:
-    loop = make_loop()
-    loop.validation_loader = DataLoader(Draws("of_torch"), 2)
-    found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=[saved(tmp_path)]))
-    assert [one.partition(". ")[0] for one in found] == ["the training changes validation_loader.dataset.of_torch"]
-
-
-def test_a_dataset_that_is_trained_on_and_evaluated_is_named_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trains", [False, True])
+def test_state_of_a_dataset_that_evaluations_change_is_named_once(tmp_path: Path, trains: bool) -> None:
+    """Also if it is the one that is trained on."""
     rows, loop = Draws("of_torch"), make_loop()
-    loop.train_loader, loop.validation_loader = DataLoader(rows, 2), DataLoader(rows, 2)
+    loop.validation_loader = DataLoader(rows, 2)
+    if trains:
+        loop.train_loader = loop.validation_loader
     found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=[saved(tmp_path)]))
-    assert [one.partition(". ")[0] for one in found] == ["the training changes train_loader.dataset.of_torch"]
+    name = "train_loader" if trains else "validation_loader"
+    assert [one.partition(". ")[0] for one in found] == [f"the training changes {name}.dataset.of_torch"]
 
 
 class Counted(Sampler[int]):
@@ -348,25 +337,6 @@ class Relabels(AbstractCallback):
         labels[1500] = 1 - int(labels[1500])
 
 
-LABELS: dict[str, Callable[[], Dataset[Any]]] = {
-    "targets": lambda: Labelled([0] * 2000),
-    "targets of numpy": lambda: Labelled(np.zeros(2000, dtype=np.int64)),
-    "targets of torch": lambda: Labelled(torch.zeros(2000, dtype=torch.int64)),
-    "tensors[1]": lambda: TensorDataset(torch.ones(2000, 8), torch.zeros(2000, dtype=torch.int64)),
-}
-
-
-@pytest.mark.parametrize("relabels", [True, False])
-@pytest.mark.parametrize("kind", LABELS)
-def test_labels_that_a_hook_changes_are_named_once(tmp_path: Path, kind: str, relabels: bool) -> None:
-    loop = make_loop(validation=False)
-    loop.train_loader = DataLoader(LABELS[kind](), 500)
-    callbacks = [saved(tmp_path), *([Relabels("relabels")] if relabels else [])]
-    found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=callbacks))
-    text = f"the training changes train_loader.dataset.{kind.partition(' ')[0]}. Checkpoints"
-    assert [one.startswith(text) for one in found] == [True] * relabels
-
-
 class Replay(IterableDataset[Any]):
     """Samples that a callback collects, in an object of their own."""
 
@@ -383,15 +353,6 @@ class Plays(AbstractCallback):
         memory = self.train_loop_obj.train_loader.dataset.memory
         memory.rows.extend([(torch.ones(8), 1)] * 1001)
         memory.names.append("b")
-
-
-@pytest.mark.parametrize("kind", [list, deque])
-def test_samples_that_the_training_collects_are_named_once(tmp_path: Path, kind: type) -> None:
-    loop = make_loop(validation=False)
-    loop.train_loader = DataLoader(Replay(kind), 500)
-    found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=[saved(tmp_path), Plays("plays")]))
-    text = "the training changes train_loader.dataset.memory.rows. Checkpoints"
-    assert [one.startswith(text) for one in found] == [True]
 
 
 class Games(Dataset[Any]):
@@ -415,13 +376,6 @@ class PlaysGames(AbstractCallback):
         self.train_loop_obj.train_loader.dataset.moves.append(([1.0] * 8, 1))
 
 
-def test_a_replay_buffer_of_plain_values_is_named_once_and_a_deque_of_numbers_is_not(tmp_path: Path) -> None:
-    loop = make_loop(validation=False)
-    loop.train_loader = DataLoader(Games(), 2)
-    found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=[saved(tmp_path), PlaysGames("plays")]))
-    assert [one.startswith("the training changes train_loader.dataset.moves. Checkpoints") for one in found] == [True]
-
-
 class Collects(IterableDataset[Any]):
     def __init__(self) -> None:
         self.collected: list[Any] = []
@@ -432,13 +386,31 @@ class Collects(IterableDataset[Any]):
             yield self.collected[-1], 0
 
 
-def test_samples_that_a_stream_collects_in_its_own_list_are_named_once(tmp_path: Path) -> None:
+# Data, the hooks that change them, and the attribute that is named.
+CHANGED: list[Any] = [
+    (lambda: Labelled([0] * 2000), Relabels, "targets"),
+    (lambda: Labelled(np.zeros(2000, dtype=np.int64)), Relabels, "targets"),
+    (lambda: Labelled(torch.zeros(2000, dtype=torch.int64)), Relabels, "targets"),
+    (lambda: Labelled([0] * 2000), None, None),
+    (lambda: TensorDataset(torch.ones(2000, 8), torch.zeros(2000, dtype=torch.int64)), Relabels, "tensors[1]"),
+    (lambda: TensorDataset(torch.ones(2000, 8), torch.zeros(2000, dtype=torch.int64)), None, None),
+    (lambda: Replay(list), Plays, "memory.rows"),
+    (lambda: Replay(deque), Plays, "memory.rows"),
+    (Games, PlaysGames, "moves"),
+    (Collects, None, "collected"),
+]
+
+
+@pytest.mark.parametrize("data, hooks, name", CHANGED)
+def test_labels_and_samples_that_the_training_changes_are_named_once(
+    tmp_path: Path, data: Any, hooks: Any, name: str | None
+) -> None:
     loop = make_loop(validation=False)
-    loop.train_loader = DataLoader(Collects(), 2)
-    found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=[saved(tmp_path)]))
-    assert [one.startswith("the training changes train_loader.dataset.collected. Checkpoints") for one in found] == [
-        True
-    ]
+    loop.train_loader = DataLoader(data(), 500)
+    callbacks = [saved(tmp_path), *([hooks("hooks")] if hooks else [])]
+    found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=callbacks))
+    text = f"the training changes train_loader.dataset.{name}. Checkpoints"
+    assert [one.startswith(text) for one in found] == [True] * (name is not None)
 
 
 calls = 0  # of functions in this module

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from kit.checkpoints import StandIn, resumed, steps, written
@@ -519,24 +518,6 @@ def test_a_state_that_is_not_plain_ends_training(tmp_path: Path) -> None:
         keeper.on_train_begin()
         with pytest.raises(CheckpointError, match=r"state\['callbacks'\]\[0\]\['f'\] is a builtins"):
             loop.run_epoch()
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"every_n_epochs": 0}, r"every_n_epochs=0: must be an int of 1 or more, or None"),
-        ({"every_n_steps": 1.5}, r"every_n_steps=1.5: must be an int of 1 or more, or None"),
-        ({"every_n_minutes": -1}, r"every_n_minutes=-1: must be a number above 0, or None"),
-        ({"keep": True}, r"keep=True: must be an int of 1 or more, or None"),
-        ({"mode": "best", "monitor": "a"}, r"ModelCheckpoint: mode='best': must be"),
-        ({"mode": "maxx"}, r"ModelCheckpoint: mode='maxx': must be"),
-        ({"every_n_steps": np.True_}, r"every_n_steps=.*True_?: must be an int of 1 or more, or None"),
-        ({"dirpath": ""}, r"'' is not a folder. Pass a path or a URL"),
-    ],
-)
-def test_arguments_are_checked(tmp_path: Path, arguments: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        ModelCheckpoint(**{"dirpath": tmp_path, **arguments})
 
 
 def test_a_file_in_the_folders_place_is_told_before_training(tmp_path: Path) -> None:

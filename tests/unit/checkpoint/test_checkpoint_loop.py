@@ -18,6 +18,7 @@ import pytest
 import torch
 from kit import small_loop
 from kit.checkpoints import same
+from kit.loops import cpu_loop
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import (
@@ -1214,7 +1215,7 @@ def test_a_run_that_ended_with_an_epoch_draws_the_next_order_when_it_is_extended
         loader = DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(5))
         model = Seen()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        tl = TrainLoop(model, loader, None, None, optimizer, nn.MSELoss(), progress_bar=False, accelerator="cpu")
+        tl = cpu_loop(model, loader, optimizer, nn.MSELoss())
         keepers = [] if folder is None else [ModelCheckpoint(folder)]
         tl.fit(**{length: number if length == "num_epochs" else 5 * number}, callbacks=keepers, resume_from=resume_from)
         return model.batches

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.torch_version import TorchVersion
@@ -52,17 +53,14 @@ def trained(mode: str, folder: Path, *, epochs: int = 3, **fit_arguments: Any) -
     data = TensorDataset(x, (x.sum(1) > 0).long())
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    loop = TrainLoop(
+    loop = cpu_loop(
         model,
         DataLoader(data, batch_size=8 if mode == "single" else 4, shuffle=True),
-        DataLoader(data, batch_size=16),
-        optimizer=optimizer,
-        criterion=nn.CrossEntropyLoss(),
+        optimizer,
+        validation_loader=DataLoader(data, batch_size=16),
         gpu_mode=mode,
-        accelerator="cpu",
-        devices=1 if mode == "single" else 2,
+        devices=2,
         seed=1,
-        progress_bar=False,
     )
     callbacks = [
         ModelCheckpoint(folder, every_n_epochs=None, every_n_steps=SAVED_AFTER, keep=99),
@@ -85,8 +83,7 @@ def test_a_checkpoint_of_an_earlier_commit_goes_on(written_by: str, tmp_path: Pa
     if whole.history["loss"][:1] != pytest.approx(written, rel=1e-4):  # PyTorch 2.6 draws other numbers for dropout
         assert torch.__version__ < TorchVersion("2.7")
         return
-    for name, value in whole.model.state_dict().items():
-        torch.testing.assert_close(resumed.model.state_dict()[name], value, msg=name)
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict())
     for name, values in whole.history.items():
         assert resumed.history[name] == pytest.approx(values, rel=1e-4), name
     assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
+from kit.small_loop import Raises
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -112,16 +114,6 @@ class Counted(optim.SGD):
             p.sub_(p.grad / sums[0].sqrt(), alpha=0.1)
 
 
-class StopsBefore(AbstractCallback):
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.step = step
-
-    def on_batch_begin(self) -> None:
-        if self.train_loop_obj.global_step == self.step:
-            raise RuntimeError("stopped")
-
-
 def fit(made: Callable[[nn.Module], optim.Optimizer], *callbacks: AbstractCallback, **arguments: Any) -> list[Tensor]:
     x, y = torch.randn(20, 4, generator=torch.Generator().manual_seed(1)), torch.arange(20) % 3
     model = Net()
@@ -142,10 +134,13 @@ def fit(made: Callable[[nn.Module], optim.Optimizer], *callbacks: AbstractCallba
 def test_a_run_resumes_to_the_bit(made: Callable[[nn.Module], optim.Optimizer], step: int, tmp_path: Path) -> None:
     uninterrupted = fit(made)
     with pytest.raises(RuntimeError, match="stopped"):
-        fit(made, ModelCheckpoint(tmp_path, every_n_steps=1), StopsBefore(step))
+        fit(
+            made,
+            ModelCheckpoint(tmp_path, every_n_steps=1),
+            Raises(RuntimeError("stopped"), "on_batch_begin", step=step),
+        )
     resumed = fit(made, ModelCheckpoint(tmp_path, every_n_steps=1), resume_from="last")
-    for mine, theirs in zip(resumed, uninterrupted, strict=True):
-        assert torch.equal(mine, theirs)
+    torch.testing.assert_close(list(resumed), list(uninterrupted), rtol=0, atol=0)
 
 
 def test_settings_of_groups_are_replaced_wherever_the_groups_are() -> None:
@@ -187,14 +182,7 @@ def half_loop(dtype: torch.dtype = torch.bfloat16) -> TrainLoop:
 
     torch.manual_seed(1)
     model, data = Cast(), TensorDataset(torch.randn(40, 4), torch.randint(3, (40,)))
-    return TrainLoop(
-        model,
-        DataLoader(data, batch_size=8),
-        optimizer=MasterWeights(model.parameters()),
-        criterion=nn.CrossEntropyLoss(),
-        progress_bar=False,
-        accelerator="cpu",
-    )
+    return cpu_loop(model, DataLoader(data, batch_size=8), MasterWeights(model.parameters()))
 
 
 def test_a_state_keeps_its_dtypes_when_a_run_resumes(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.simulated_ranks import SEED, Exchange
+from kit.simulated_ranks import SEED, in_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -44,17 +44,15 @@ class Declared(Batches):
 
 
 def ids_of_ranks(make: Any, evaluation: bool) -> list[list[int]]:
-    exchange = Exchange(2)
-
-    def of_rank(rank: int) -> list[Tensor]:
-        args: Any = {"rank": rank, "world_size": 2, "seed": SEED, "exchange_ints": exchange.of_rank(rank)}
+    def of_rank(ranked: dict[str, Any]) -> list[Tensor]:
+        rank, args = ranked["rank"], {**ranked, "seed": SEED}
         if evaluation:
             with closing(EvalFeed(make(rank), name="loader", **args)) as rows:
                 return [batch[1] for _, batch, _ in rows.batches()]
         with closing(TrainFeed(make(rank), name="loader", **args)) as feed:
             return [batch[1] for step in feed.steps(1) for batch in step.batches]
 
-    return [torch.cat(ids).tolist() for ids in exchange.run([lambda: of_rank(0), lambda: of_rank(1)])]
+    return [torch.cat(ids).tolist() for ids in in_ranks(2, of_rank)]
 
 
 @pytest.mark.parametrize("evaluation", [False, True])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kit.columns_model import Recurrent, chunks
-from kit.simulated_ranks import Exchange, rank_steps
+from kit.simulated_ranks import in_ranks, rank_steps
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
@@ -61,14 +61,14 @@ def test_an_epoch_goes_on_in_its_middle() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_evaluation_gives_each_rank_the_same_columns(world_size: int) -> None:
-    data, exchange = chunks(5, 12), Exchange(world_size)
+    data = chunks(5, 12)
 
-    def of_rank(rank: int) -> list[Any]:
-        feed = EvalFeed(SplitBatches(data), rank=rank, world_size=world_size, exchange_ints=exchange.of_rank(rank))
+    def of_rank(ranked: dict[str, Any]) -> list[Any]:
+        feed = EvalFeed(SplitBatches(data), **ranked)
         assert feed.num_batches == len(data)
         return list(feed.batches())
 
-    found = exchange.run([lambda rank=rank: of_rank(rank) for rank in range(world_size)])
+    found = in_ranks(world_size, of_rank)
     in_order = sorted((item for rank in found for item in rank), key=lambda item: item[0])
     assert sum(size for _, _, size in in_order) == 5 * len(data)
     rows = [row for _, (text, _), _ in in_order for row in text.T.tolist()]

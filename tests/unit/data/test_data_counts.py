@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import nn, optim
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from trainloop import TrainLoop, TTModel
+from trainloop import TTModel
 from trainloop.data import EvalFeed, TrainFeed
 from trainloop.data.batch.batches import SampleCounter, count_collated, count_samples, samples_of_batch
 
@@ -117,7 +118,7 @@ def test_samples_are_counted_by_the_sampler(sampler: str, collate: Any, seed: in
 
     model = Weighted()
     sgd = optim.SGD(model.parameters(), lr=1.0)
-    loop = TrainLoop(model, loader(), loader(), None, sgd, accelerator="cpu", progress_bar=False, seed=seed)
+    loop = cpu_loop(model, loader(), sgd, None, validation_loader=loader(), seed=seed)
     assert loop.evaluate_loss_on_validation_set() == pytest.approx(by_hand([ITEMS])[1], rel=1e-5)
     loop.fit(1, grad_accumulation=2)
     gradient, loss = by_hand([ITEMS[:4], ITEMS[4:]])
@@ -224,7 +225,7 @@ def test_bags_of_any_size_count_once_each(mode: str, kind: str) -> None:
     two = {"gpu_mode": "dp", "devices": 2} if mode == "dp" else {}
     loader = BAG_LOADERS[kind](bags)
     sgd = optim.SGD(model.parameters(), lr=0.1)
-    loop = TrainLoop(model, loader, loader, None, sgd, accelerator="cpu", progress_bar=False, **two)
+    loop = cpu_loop(model, loader, sgd, None, validation_loader=loader, **two)
     loop.fit(1, grad_accumulation=5)
     losses = [(by_hand * bag.mean() - label) ** 2 for bag, label in bags]
     torch.stack(losses).mean().backward()
@@ -274,10 +275,7 @@ def test_an_empty_batch_weighs_nothing(seed: int | None, workers: int | None) ->
         return list(made) if workers is None else made
 
     model, hand = Net(), Net()
-    loop = TrainLoop(
-        model, loader(), loader(), None, optim.SGD(model.parameters(), 0.1), nn.MSELoss(), accelerator="cpu",
-        progress_bar=False, seed=seed,
-    )  # fmt: skip
+    loop = cpu_loop(model, loader(), criterion=nn.MSELoss(), validation_loader=loader(), seed=seed)
     loop.fit(1, grad_accumulation=2)
     sgd = optim.SGD(hand.parameters(), 0.1)
     (x, y) = keep([Bad()[i] for i in range(8)])

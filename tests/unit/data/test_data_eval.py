@@ -28,7 +28,7 @@ from kit.loader_kinds import (
     batches_of,
     indices,
 )
-from kit.simulated_ranks import SEED, Exchange, each, global_state, same
+from kit.simulated_ranks import SEED, each, global_state, in_ranks, same
 from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -313,15 +313,12 @@ def test_the_order_of_10_billion_rows_is_not_computed() -> None:
 
 
 def test_ranks_that_read_different_orders_are_an_error() -> None:
-    exchange = Exchange(2)
-
-    def of_rank(rank: int) -> Any:
+    def of_rank(ranked: dict[str, Any]) -> Any:
         loader = DataLoader(Rows(), 4, sampler=OwnEntropy())
-        feed = EvalFeed(loader, rank=rank, world_size=2, seed=SEED, name="val", exchange_ints=exchange.of_rank(rank))
-        return list(feed.batches())
+        return list(EvalFeed(loader, seed=SEED, name="val", **ranked).batches())
 
     with pytest.raises(ConfigurationError, match=r"val: OwnEntropy yields a different order on each rank"):
-        exchange.run([lambda: of_rank(0), lambda: of_rank(1)])
+        in_ranks(2, of_rank)
 
 
 def test_keys_of_any_kind_stay_in_loader_order() -> None:

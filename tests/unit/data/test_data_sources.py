@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from kit.loader_kinds import ROWS, NoisyRows, Rows, indices
-from kit.simulated_ranks import SEED, Exchange
+from kit.simulated_ranks import SEED, in_ranks
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from trainloop.data import EvalFeed, StepBatches, TrainFeed
+from trainloop.data import EvalFeed, TrainFeed
 from trainloop.data.loader.loader_copies import end_workers
 
 
@@ -100,12 +100,7 @@ def test_a_batch_has_as_many_samples_as_indices_of_any_kind(kind: str, seed: int
     (step,) = TrainFeed(make(), seed=seed).steps(3)
     assert (step.sizes, step.scales, step.total) == ([5, 2, 3], [0.5, 0.2, 0.3], 10)
     if seed is not None:
-        exchange = Exchange(2)
-        feeds = [
-            TrainFeed(make(), rank=rank, world_size=2, seed=SEED, exchange_ints=exchange.of_rank(rank))
-            for rank in range(2)
-        ]
-        ranks = exchange.run([lambda feed=feed: [*feed.steps(1)] for feed in feeds])
+        ranks = in_ranks(2, lambda ranked: [*TrainFeed(make(), seed=SEED, **ranked).steps(1)])
         assert [[step.sizes for step in steps] for steps in ranks] == [[[5], [3]], [[2], []]]
         assert [[step.total for step in steps] for steps in ranks] == [[7, 3]] * 2
 
@@ -140,13 +135,7 @@ def test_a_batch_of_no_indices_is_the_collate_functions_affair() -> None:
     expected = list(make())
     assert [batch for step in TrainFeed(make(), seed=SEED).steps(1) for batch in step.batches] == expected
     assert [batch for _, batch, _ in EvalFeed(make(), seed=SEED).batches()] == expected
-    exchange = Exchange(2)
-
-    def of_rank(rank: int) -> list[StepBatches]:
-        feed = TrainFeed(make(), rank=rank, world_size=2, seed=SEED, exchange_ints=exchange.of_rank(rank))
-        return list(feed.steps(1))
-
-    first, second = exchange.run([lambda: of_rank(0), lambda: of_rank(1)])
+    first, second = in_ranks(2, lambda ranked: [*TrainFeed(make(), seed=SEED, **ranked).steps(1)])
     assert [step.batches for step in first] == [[[0, 1]], [[2, 3, 4]]]
     assert [step.batches for step in second] == [[[-1]], []]
 

@@ -29,7 +29,7 @@ from kit.loader_kinds import (
     indices,
     parts,
 )
-from kit.simulated_ranks import SEED, Exchange, each, global_state, rank_steps, same
+from kit.simulated_ranks import SEED, each, global_state, in_ranks, rank_steps, same
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
@@ -130,16 +130,13 @@ def test_known_sizes_are_not_exchanged() -> None:
 
 @pytest.mark.parametrize("lengths", [(10, 7), (7, 10), (0, 3)], ids=str)
 def test_streams_of_unequal_length_end_together(lengths: tuple[int, int]) -> None:
-    exchange = Exchange(2)
-
-    def of_rank(rank: int) -> list[StepBatches]:
-        stream = Stream(lengths[rank] * 4)
+    def of_rank(ranked: dict[str, Any]) -> list[StepBatches]:
+        stream = Stream(lengths[ranked["rank"]] * 4)
         stream.is_distributed = True  # type: ignore[attr-defined]  # as a user's own class would say
         loader: Any = DataLoader(stream, 4)
-        feed = TrainFeed(loader, rank=rank, world_size=2, seed=SEED, exchange_ints=exchange.of_rank(rank))
-        return list(feed.steps(2))
+        return list(TrainFeed(loader, seed=SEED, **ranked).steps(2))
 
-    ranks = exchange.run([lambda: of_rank(0), lambda: of_rank(1)])
+    ranks = in_ranks(2, of_rank)
     assert len(ranks[0]) == len(ranks[1]) == (max(lengths) + 1) // 2
     for rank, length in enumerate(lengths):
         assert [i for step in ranks[rank] for batch in step.batches for i in indices(batch)] == list(range(4 * length))

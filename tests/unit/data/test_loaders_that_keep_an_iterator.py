@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import Layers, cpu_loop
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTBasicModel
+from trainloop import TrainLoop
 from trainloop.errors import ConfigurationError
 
 X = torch.randn(22, 3, generator=torch.Generator().manual_seed(0))
@@ -61,22 +62,15 @@ class KeepsWorkers(DataLoader[Any]):
         return itertools.islice(self.iterator, len(self))
 
 
-class Net(TTBasicModel):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(3, 1)
-
-    def forward(self, x: Any) -> Any:
-        return self.layer(x)
+def net() -> Layers:
+    torch.manual_seed(0)
+    return Layers(nn.Linear(3, 1))
 
 
 def results(make: Any, seed: int | None, **how: Any) -> list[torch.Tensor]:
-    model = Net()
+    model = net()
     sgd = optim.SGD(model.parameters(), lr=0.1)
-    loop = TrainLoop(
-        model, make(), make(), None, sgd, nn.MSELoss(), seed=seed, accelerator="cpu", progress_bar=False, **how
-    )
+    loop = cpu_loop(model, make(), sgd, nn.MSELoss(), validation_loader=make(), seed=seed, **how)
     loop.fit(num_epochs=2)
     loop.fit(num_epochs=1)
     predictions = loop.predict_on_validation_set()[0]
@@ -102,6 +96,6 @@ def test_replicas_train_on_a_prefetchers_batches() -> None:
 
 @pytest.mark.parametrize("loader", [Once(plain()), iter(plain()), (batch for batch in plain())])
 def test_an_iterator_that_does_not_start_again_is_an_error(loader: Any) -> None:
-    model = Net()
+    model = net()
     with pytest.raises(ConfigurationError, match=r"train_loader is a \w+, an iterator, which can't start again"):
         TrainLoop(model, loader, None, None, optim.SGD(model.parameters(), lr=0.1), nn.MSELoss())

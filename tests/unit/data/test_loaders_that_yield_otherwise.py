@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from kit.simulated_ranks import SEED, Exchange, rank_steps
+from kit.loops import Layers
+from kit.simulated_ranks import SEED, in_ranks, rank_steps
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
-from trainloop import TrainLoop, TTBasicModel
+from trainloop import TrainLoop
 from trainloop.data import EvalFeed, TrainFeed
 from trainloop.errors import ConfigurationError
 
@@ -90,14 +91,11 @@ def test_a_resumed_epoch_continues_at_its_batch(kind: Any, world_size: int) -> N
 
 
 def evaluated(kind: Any, world_size: int) -> Batches:
-    exchange = Exchange(world_size)
-
-    def of_rank(rank: int) -> list[tuple[int, list[int], int]]:
-        feed = EvalFeed(kind(range(ROWS), 3), rank=rank, world_size=world_size, seed=SEED)
-        feed._exchange_ints = exchange.of_rank(rank) if world_size > 1 else None
+    def of_rank(ranked: dict[str, Any]) -> list[tuple[int, list[int], int]]:
+        feed = EvalFeed(kind(range(ROWS), 3), seed=SEED, **ranked)
         return [(index, batch.tolist(), size) for index, batch, size in feed.batches()]
 
-    ranks: Any = exchange.run([lambda rank=rank: of_rank(rank) for rank in range(world_size)])  # type: ignore[misc]
+    ranks: Any = in_ranks(world_size, of_rank)
     assert all(size == len(batch) for rank in ranks for _, batch, size in rank)
     return [batch for _, batch, _ in sorted(batch for rank in ranks for batch in rank)]
 
@@ -122,17 +120,8 @@ def test_micro_batches_weigh_as_many_samples_as_they_have(seed: int | None) -> N
     assert [step.sizes for step in feed.steps(2)] == [[6, 6], [1]]
 
 
-class Net(TTBasicModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-
-    def forward(self, x: Any) -> Any:
-        return self.layer(x)
-
-
 @pytest.mark.parametrize("kind, steps", [(Cycles, 10), (Merges, 3)])
 def test_the_number_of_steps_is_that_of_the_loader(kind: Any, steps: int) -> None:
-    net = Net()
+    net = Layers(nn.Linear(1, 1))
     loop = TrainLoop(net, kind(range(ROWS), 3), optimizer=optim.SGD(net.parameters(), 0.1), progress_bar=False)
     assert loop.num_optimizer_steps(num_epochs=1) == steps

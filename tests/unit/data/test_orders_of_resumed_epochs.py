@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.small_loop import make_loop
+from kit.warned import warnings_of
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 
 from conftest import make_data
@@ -115,10 +115,7 @@ def test_another_order_is_warned_of(tmp_path: Path, kind: str) -> None:
 
     with pytest.raises(RuntimeError, match="stopped"):
         fit()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(resume_from="last")
-    assert sum(str(one.message).startswith(ORDER) for one in caught) == (kind in ("model", "weights"))
+    assert len(warnings_of(lambda: fit(resume_from="last"), ORDER)) == (kind in ("model", "weights"))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +139,4 @@ def test_another_sampler_is_warned_of(tmp_path: Path, before: str, now: str, war
     fit(before)
     for step, expected in (("3", warns), ("5", False)):  # in the middle of an epoch, and after its last step
         (path,) = tmp_path.glob(f"checkpoint-epoch=0001-step=0000000{step}.pt")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fit(now, resume_from=path)
-        assert sum(str(one.message).startswith(ORDER) for one in caught) == expected
+        assert len(warnings_of(lambda path=path: fit(now, resume_from=path), ORDER)) == expected

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from kit.sharded_models import Tower, needs_fsdp_on_cpu, words
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -74,15 +75,13 @@ CASES: dict[str, tuple[Callable[[Tower], Any], str]] = {
 
 
 def loop_of(model: Tower, optimizer: Any, criterion: Any = None) -> TrainLoop[Any]:
-    return TrainLoop(
+    return cpu_loop(
         model,
         DataLoader(TensorDataset(*words(0, 4)), batch_size=2),
-        optimizer=optimizer,
-        criterion=criterion or nn.CrossEntropyLoss(),
+        optimizer,
+        criterion or nn.CrossEntropyLoss(),
         gpu_mode="fsdp",
-        accelerator="cpu",
         devices=2,
-        progress_bar=False,
     )
 
 

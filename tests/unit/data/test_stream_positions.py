@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kit.simulated_ranks import SEED, Exchange
+from kit.simulated_ranks import SEED, in_ranks
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainloop.checkpoint import plain
@@ -72,13 +72,11 @@ class OwnLoader:
 def epochs(make: Any, world_size: int, seed: int | None, *, stop: tuple[int, int] | None = None, saved: Any = None,
            resumed_on: int | None = None, accumulation: int = 2) -> tuple[list[Any], list[Any], list[Any]]:  # fmt: skip
     """Each rank's steps by epoch, up to ``stop`` (epoch, step) or from ``saved``; states at the stop; the loaders."""
-    exchange = Exchange(world_size)
     loaders = [make() for _ in range(world_size)]
 
-    def of_rank(rank: int) -> tuple[list[Any], Any]:
-        feed = TrainFeed(
-            loaders[rank], rank=rank, world_size=world_size, seed=seed, exchange_ints=exchange.of_rank(rank)
-        )
+    def of_rank(ranked: dict[str, Any]) -> tuple[list[Any], Any]:
+        rank = ranked["rank"]
+        feed = TrainFeed(loaders[rank], seed=seed, **ranked)
         first, skip = (0, 0) if saved is None else saved[0]
         if saved is not None:
             states = saved[1]
@@ -99,7 +97,7 @@ def epochs(make: Any, world_size: int, seed: int | None, *, stop: tuple[int, int
             skip = 0
         return steps, None
 
-    results = exchange.run([lambda rank=rank: of_rank(rank) for rank in range(world_size)])
+    results = in_ranks(world_size, of_rank)
     return [steps for steps, _ in results], [state for _, state in results], loaders
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
@@ -53,15 +54,14 @@ def loop_of(data: Any, mode: str = "single", **options: Any) -> TrainLoop[Net]:
     model = Net()
     defaults = {"persistent_workers": True, "shuffle": True, "prefetch_factor": 3}
     loader = DataLoader(data, 4, num_workers=2, **(defaults | options))
-    return TrainLoop(
+    return cpu_loop(
         model,
         loader,
-        optimizer=torch.optim.SGD(model.parameters(), 0.01),
+        torch.optim.SGD(model.parameters(), 0.01),
+        None,
         gpu_mode=mode,
         devices=2 if mode == "dp" else "auto",
-        accelerator="cpu",
         seed=3,
-        progress_bar=False,
     )
 
 

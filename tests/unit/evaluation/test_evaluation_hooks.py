@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from conftest import make_data
-from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop.errors import ConfigurationError
 
 
@@ -266,7 +266,7 @@ def test_a_sampler_that_is_its_own_iterator_is_not_evaluated_while_it_is_read(sa
 # -- a model's own -----------------------------------------------------------------------------------------------------
 
 
-class Recurrent(TTModel):
+class Recurrent(TTBasicModel):
     """Truncated backpropagation through time: each batch goes on with the hidden state of the one before."""
 
     def __init__(self) -> None:
@@ -280,10 +280,6 @@ class Recurrent(TTModel):
         y, hidden = self.rnn(x, self.hidden)  # a batch is a stretch of one long sequence
         self.hidden = hidden.detach()
         return self.out(y)
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        x, y = batch_data
-        return criterion(self(x), y)
 
     def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
         x, y = batch_data

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTModel
+from trainloop import TTModel
 from trainloop.errors import ConfigurationError
 from trainloop.train_loop.run.rows import check_rows, with_tuples_of_columns
 
@@ -37,7 +38,7 @@ class Net(TTModel):
 
 def predicted(kind: Callable[[list[Tensor]], Any], *, stream: bool = False, **mode: Any) -> Any:
     loader = DataLoader(TensorDataset(X), batch_size=3)
-    loop = TrainLoop(Net(kind), None, loader, accelerator="cpu", progress_bar=False, **mode)
+    loop = cpu_loop(Net(kind), None, criterion=None, validation_loader=loader, **mode)
     if not stream:
         return loop.predict_on_validation_set()[0]
     return [y for y, _, _ in loop.predict_with_model(loader, stream=True)]
@@ -90,7 +91,7 @@ def test_a_tuple_with_an_entry_for_each_sample_is_rows_and_one_of_columns_is_not
     mode: dict[str, Any], batch_size: int
 ) -> None:
     data = TensorDataset(X[:6] if batch_size == 3 else X)  # batches of equal size, too
-    loop = TrainLoop(Pairs(tuple), None, accelerator="cpu", progress_bar=False, **mode)
+    loop = cpu_loop(Pairs(tuple), None, criterion=None, **mode)
     (first, second), rows, metadata = loop.predict_with_model(DataLoader(data, batch_size))
     expected = [row[: 1 + int(row[0]) % 2].tolist() for row in data.tensors[0]]
     assert torch.equal(first + 1, second)
@@ -115,7 +116,7 @@ def test_the_list_of_targets_that_default_collate_makes_is_columns(
     mode: dict[str, Any], batch_size: int, stream: bool
 ) -> None:
     rows: Any = [(x, (x[0], x[1].long())) for x in X]
-    loop = TrainLoop(Targets(list), None, accelerator="cpu", progress_bar=False, **mode)
+    loop = cpu_loop(Targets(list), None, criterion=None, **mode)
     if stream:
         batches = list(loop.predict_with_model(DataLoader(rows, batch_size), stream=True))
         y_pred, y_true = (tuple(torch.cat([batch[i][k] for batch in batches]) for k in (0, 1)) for i in (0, 1))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -64,7 +65,7 @@ class Net(TTModel):
 
 def loop_over(batch_size: int = 4, **arguments: Any) -> TrainLoop:
     loader = DataLoader(Numbers(), batch_size, **arguments)
-    return TrainLoop(Net(), None, None, loader, progress_bar=False, accelerator="cpu")
+    return cpu_loop(Net(), None, criterion=None, test_loader=loader)
 
 
 def rows_of(batches: Any) -> list[Any]:

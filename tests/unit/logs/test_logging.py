@@ -183,16 +183,6 @@ def test_outside_of_a_loop_log_does_nothing() -> None:
     assert "after" not in tl.history
 
 
-def test_the_loops_own_names_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="the loop records 'val_loss' itself"):
-        loop(lambda model, x: model.log("val_loss", 1.0)).fit(num_epochs=1)
-
-
-def test_a_log_that_is_no_scalar_names_itself() -> None:
-    with pytest.raises(ConfigurationError, match=r"log\('x', ...\): the value has shape \(6,\)"):
-        loop(lambda model, x: model.log("x", x)).fit(num_epochs=1)
-
-
 def test_on_log_hears_each_step_once() -> None:
     heard = Heard()
     tl = loop(lambda model, x: model.log("seen", x.mean()), batch_size=1, length=300)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.small_loop import STEPS_PER_EPOCH, Net, make_loop
+from kit.small_loop import STEPS_PER_EPOCH, Net, Raises, make_loop
 
 from trainloop import AbstractCallback, TrainLoop, TTModel
 from trainloop.callbacks import EarlyStopping, LRScheduler, ModelCheckpoint, TensorBoard
@@ -57,39 +57,46 @@ for _name in HOOKS:
     setattr(Counts, _name, _counting(_name))
 
 
-class FlushesIn(AbstractCallback):
-    """FlushesIn in a hook, before the hooks of the other callbacks, and keeps what ``on_log`` gets."""
+class Flushes(AbstractCallback):
+    """Asks for the values of the steps so far in a hook, before the other callbacks; keeps their number and rows."""
 
     def __init__(self, hook: str) -> None:
         super().__init__("flushes", execution_order=-1)
+        self.numbers: list[tuple[int, int]] = []
         self.rows: list[Any] = []
-        setattr(self, hook, lambda *_: self.train_loop_obj.flush_logs())
+        setattr(self, hook, self.flush)
+
+    def flush(self, *_: Any) -> None:
+        loop = self.train_loop_obj
+        loop.flush_logs()
+        self.numbers.append((loop.global_step, len(loop.history.steps("loss"))))
 
     def on_log(self, rows: Any) -> None:
         self.rows += rows
 
 
-@pytest.mark.parametrize(
-    "hook", ["on_batch_begin", "on_after_gradient_update", "on_after_optimizer_step", "on_batch_end"]
-)
-def test_a_step_has_one_value_wherever_logs_are_flushed(hook: str, tmp_path: Path) -> None:
-    of_steps = ["on_batch_begin", "on_after_gradient_update", "on_after_optimizer_step", "on_batch_end"]
+OF_STEPS = ["on_batch_begin", "on_after_gradient_update", "on_after_optimizer_step", "on_batch_end"]
 
+
+@pytest.mark.parametrize("mode", ["single", "dp"])
+@pytest.mark.parametrize("hook", OF_STEPS)
+def test_a_step_has_one_value_wherever_logs_are_flushed(hook: str, mode: str, tmp_path: Path) -> None:
     def trained(*others: AbstractCallback, resume_from: Path | None = None) -> TrainLoop:
-        tl = make_loop(seed=1)
-        tl.fit(num_epochs=2, callbacks=[Counts(of_steps), *others], grad_accumulation=2, resume_from=resume_from)
+        tl = make_loop(seed=1, gpu_mode=mode, devices=1 + (mode == "dp"))
+        tl.fit(num_epochs=2, callbacks=[Counts(OF_STEPS), *others], grad_accumulation=2, resume_from=resume_from)
         return tl
 
     plain = trained().history
-    flushes = FlushesIn(hook)
+    flushes = Flushes(hook)
     flushed = trained(flushes, ModelCheckpoint(tmp_path, every_n_epochs=None, every_n_steps=1, keep=9)).history
-    assert len(flushed.steps("on_batch_end")) > 2
+    assert flushed.to_dict() == plain.to_dict()
     for name in plain.step_names:
         assert flushed.steps(name) == plain.steps(name)
-        assert flushed.step_indices(name) == plain.step_indices(name)
+        assert flushed.step_indices(name) == plain.step_indices(name) == list(range(1, 9))
         assert [values[name] for _, values in flushes.rows if name in values] == plain.steps(name)
+    assert all(step == values for step, values in flushes.numbers)
     saves = ModelCheckpoint(tmp_path / "resumed")
-    resumed = trained(FlushesIn(hook), saves, resume_from=sorted(tmp_path.glob("checkpoint-*"))[0]).history
+    resumed = trained(Flushes(hook), saves, resume_from=sorted(tmp_path.glob("checkpoint-*"))[0]).history
     assert {name: resumed.steps(name) for name in plain.step_names} == {n: plain.steps(n) for n in plain.step_names}
 
 
@@ -135,20 +142,14 @@ def test_what_a_hook_logs_belongs_to_its_epoch() -> None:
 def test_a_resumed_run_has_each_value_once(folder: Path, every: dict[str, Any]) -> None:
     """Ended in the middle of each step and begun again: the rows of a run that nobody disturbed."""
 
-    class Ends(AbstractCallback):
-        def __init__(self, step: int) -> None:
-            super().__init__("ends", execution_order=2000)
-            self.step = step
-
-        def on_batch_begin(self) -> None:
-            if self.train_loop_obj.global_step == self.step:
-                raise KeyboardInterrupt
-
     # The newest checkpoint is the last step's, or the last epoch's: then its steps are counted again.
     for step in range(1, 2 * STEPS_PER_EPOCH, 4):
         keeper, tl = ModelCheckpoint(f"step{step}", **every), make_loop(seed=1)
         with pytest.raises(KeyboardInterrupt):
-            tl.fit(num_epochs=2, callbacks=[Counts(), keeper, Ends(step)])
+            tl.fit(
+                num_epochs=2,
+                callbacks=[Counts(), keeper, Raises(KeyboardInterrupt(), "on_batch_begin", step=step, order=2000)],
+            )
         tl = make_loop(seed=1)
         tl.fit(num_epochs=2, callbacks=[Counts(), keeper], resume_from="last")
         assert rows_of_hooks(tl) == expected_rows(2)
@@ -174,39 +175,6 @@ def test_a_metric_of_steps_and_of_the_epochs_end_is_one() -> None:
     for name in ("step_only", "both"):
         assert tl.history.step_indices(name) == [STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH]
     assert tl.history.steps("total") == [1.0] * (2 * STEPS_PER_EPOCH)
-
-
-class Flushes(AbstractCallback):
-    """Asks for the values of the steps so far in one hook, and remembers their number and what ``on_log`` gets."""
-
-    def __init__(self, hook: str) -> None:
-        super().__init__("flushes")
-        self.numbers: list[tuple[int, int]] = []
-        self.rows: list[tuple[int, float]] = []
-        setattr(self, hook, self.flush)
-
-    def flush(self, *_: Any) -> None:
-        loop = self.train_loop_obj
-        loop.flush_logs()
-        self.numbers.append((loop.global_step, len(loop.history.steps("loss"))))
-
-    def on_log(self, rows: Any) -> None:
-        self.rows += [(step, values["loss"]) for step, values in rows]
-
-
-@pytest.mark.parametrize("mode", ["single", "dp"])
-@pytest.mark.parametrize("hook", ["on_batch_begin", "on_batch_end", "on_after_gradient_update"])
-def test_a_step_has_one_value_if_a_hook_within_it_reads_the_logs(hook: str, mode: str) -> None:
-    undisturbed, read = (make_loop(gpu_mode=mode, devices=1 + (mode == "dp")) for _ in range(2))
-    undisturbed.fit(num_epochs=2, grad_accumulation=3)
-    flushes = Flushes(hook)
-    read.fit(num_epochs=2, grad_accumulation=3, callbacks=[flushes])
-    for name in ("loss", "accuracy"):
-        assert read.history.steps(name) == undisturbed.history.steps(name)
-        assert read.history.step_indices(name) == undisturbed.history.step_indices(name) == list(range(1, 7))
-        assert read.history[name] == undisturbed.history[name]
-    assert all(step == values for step, values in flushes.numbers)
-    assert flushes.rows == list(enumerate(undisturbed.history.steps("loss"), start=1))
 
 
 def test_a_batch_weighs_its_samples_from_its_first_hook_on() -> None:

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from kit.loops import cpu_loop
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, TrainLoop, TTModel
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 
 X = torch.arange(32, dtype=torch.float32).reshape(8, 4) / 32
 
 
-class Part(TTModel):
+class Part(TTBasicModel):
     """Logs the number that it was made with."""
 
     def __init__(self, number: float) -> None:
@@ -27,9 +28,6 @@ class Part(TTModel):
         return self.fc(x)
 
     def get_loss(self, batch_data: Any, criterion: Any, device: Any) -> Any:
-        raise NotImplementedError
-
-    def get_predictions(self, batch_data: Any, device: Any) -> Any:
         raise NotImplementedError
 
 
@@ -64,16 +62,7 @@ def fitted(hook: str, make: Any, epochs: int = 3, **options: Any) -> TrainLoop[A
     setattr(Replaces, hook, Replaces.replace)
     data = DataLoader(TensorDataset(X, X.sum(1, keepdim=True)), 4)
     net = Net()
-    loop: TrainLoop[Any] = TrainLoop(
-        net,
-        data,
-        data,
-        optimizer=optim.SGD(net.parameters(), lr=0.1),
-        criterion=Loss(),
-        progress_bar=False,
-        accelerator="cpu",
-        **options,
-    )
+    loop: TrainLoop[Any] = cpu_loop(net, data, criterion=Loss(), validation_loader=data, **options)
     loop.fit(num_epochs=epochs, callbacks=[Replaces()])
     return loop
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.simulated_group import RankOfGroup, SimulatedGroup
 
 from trainloop._metrics import EpochEnd, LateRead, LogCall, Recorder, exact_sum, named_losses, rows_of
 from trainloop._metrics.exchange import Gathered
@@ -31,35 +32,12 @@ def log(recorder: Recorder, name: str, value: Any, batch_size: Any = None, **ask
 
 def in_ranks(world_size: int, work: Callable[[Recorder, int], Any], **arguments: Any) -> tuple[list[Any], int]:
     """Results of ``work(recorder, rank)`` by rank, and the number of exchanges; ranks are threads here."""
-    barrier = threading.Barrier(world_size, timeout=20)
-    boards: list[dict[int, bytes]] = []
-    lock = threading.Lock()
+    group = SimulatedGroup(world_size)
 
-    def gather_of(rank: int) -> Callable[[Any], list[Any]]:
-        exchanges = 0
+    def on_rank(of: RankOfGroup) -> Any:
+        return work(Recorder(rank=of.get_rank(), exchange=Gathered(of.gather_object), **arguments), of.get_rank())
 
-        def gather(mine: Any) -> list[Any]:
-            nonlocal exchanges
-            with lock:
-                if len(boards) == exchanges:
-                    boards.append({})
-                boards[exchanges][rank] = pickle.dumps(mine)
-            board = boards[exchanges]
-            exchanges += 1
-            barrier.wait()
-            return [mine if r == rank else pickle.loads(board[r]) for r in range(world_size)]
-
-        return gather
-
-    def run(rank: int) -> Any:
-        try:
-            return work(Recorder(rank=rank, exchange=Gathered(gather_of(rank)), **arguments), rank)
-        except BaseException:
-            barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(world_size) as pool:
-        return [future.result() for future in [pool.submit(run, rank) for rank in range(world_size)]], len(boards)
+    return group.run(on_rank), group.exchanges
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------
@@ -404,24 +382,6 @@ def test_ranks_may_log_anything(ranks: list[list[tuple[str, int, float, int, boo
     assert len({repr(result) for result in results}) == 1  # the same bits on every rank
 
 
-def test_what_stays_on_a_rank() -> None:
-    def work(recorder: Recorder, rank: int) -> Any:
-        recorder.step = 1
-        log(recorder, "own", float(rank), sync_dist=False)
-        log(recorder, "main", float(rank + 1), rank_zero_only=True)
-        log(recorder, "all", float(rank))
-        end = recorder.finish_epoch(attachment=("from", rank))
-        return end.metrics, rows_of(end.steps), end.attachments, recorder.rank_zero_only_names
-
-    results, exchanges = in_ranks(2, work)
-    assert exchanges == 1
-    assert [metrics for metrics, *_ in results] == [{"all": 0.5, "own": 0.0, "main": 1.0}, {"all": 0.5, "own": 1.0}]
-    assert results[0][1] == [(1, {"all": 0.5, "own": 0.0, "main": 1.0})]
-    assert results[1][1] == [(1, {"all": 0.5, "own": 1.0})]
-    assert all(attachments == [("from", 0), ("from", 1)] for _, _, attachments, _ in results)
-    assert all(names == {"main"} for *_, names in results)
-
-
 def test_nothing_is_sent_without_a_step() -> None:
     def work(recorder: Recorder, rank: int) -> Any:
         recorder.step = 1
@@ -580,20 +540,6 @@ def test_parts_of_the_loss_are_the_loops_own() -> None:
     recorder.add_loss(MultiLoss({"d": torch.tensor(1.0)}), 1)
     with pytest.raises(ConfigurationError, match="the loop records 'val_loss_d' itself"):
         log(recorder, "val_loss_d", 1.0)
-
-
-def test_ranks_must_agree_on_options() -> None:
-    def work(recorder: Recorder, rank: int) -> str:
-        recorder.step = 1
-        log(recorder, "x", 1.0, reduce="mean" if rank == 0 else "sum")
-        with pytest.raises(ConfigurationError) as error:
-            recorder.finish_epoch()
-        return str(error.value)
-
-    results, _ = in_ranks(2, work)
-    expected = "log('x', ...): rank 0 logs this metric with reduce='mean', but rank 1 with reduce='sum'. "
-    expected += "Use the same options in all calls with this name."
-    assert results == [expected] * 2
 
 
 @pytest.mark.gpu

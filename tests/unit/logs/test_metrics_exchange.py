@@ -112,8 +112,12 @@ def test_what_is_not_shared_stays_on_its_rank() -> None:
         end = recorder.finish_epoch(attachment=("from", rank))
         return end.metrics, rows_of(end.steps), end.attachments, recorder.rank_zero_only_names
 
-    gathered, reduced = both_ways(3, work)
+    gathered, reduced = both_ways(2, work)
     assert reduced == gathered
+    assert [metrics for metrics, *_ in reduced] == [{"all": 0.5, "own": 0.0, "main": 1.0}, {"all": 0.5, "own": 1.0}]
+    assert [rows for _, rows, *_ in reduced] == [[(1, metrics)] for metrics, *_ in reduced]
+    assert all(attachments == [("from", 0), ("from", 1)] for _, _, attachments, _ in reduced)
+    assert all(names == {"main"} for *_, names in reduced)
 
 
 def test_what_is_logged_late_joins_its_epoch() -> None:
@@ -149,7 +153,7 @@ def test_names_in_another_order_or_of_one_rank_have_one_order() -> None:
     assert reduced == gathered == [["a", "b", "c", "d"]] * 3
 
 
-def test_ranks_must_agree_on_options_by_sums_too() -> None:
+def test_ranks_must_agree_on_options() -> None:
     def work(recorder: Recorder, rank: int) -> str:
         recorder.step = 1
         log(recorder, "x", 1.0, reduce="mean" if rank == 0 else "sum")
@@ -158,8 +162,8 @@ def test_ranks_must_agree_on_options_by_sums_too() -> None:
         return str(error.value)
 
     gathered, reduced = both_ways(3, work)
-    assert reduced == gathered
-    assert "rank 0 logs this metric with reduce='mean', but rank 1 with reduce='sum'" in reduced[0]
+    expected = "log('x', ...): rank 0 logs this metric with reduce='mean', but rank 1 with reduce='sum'. "
+    assert reduced == gathered == [expected + "Use the same options in all calls with this name."] * 3
 
 
 # -- the cost ----------------------------------------------------------------------------------------------------------

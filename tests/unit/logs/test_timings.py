@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.small_loop import STEPS_PER_EPOCH, Net, make_loop
+from kit.small_loop import STEPS_PER_EPOCH, Net, Raises, make_loop
 from torch import Tensor, optim
 from torch.utils.data import DataLoader, Dataset
 
@@ -105,11 +105,5 @@ def test_a_running_epoch_can_be_read_from_anywhere() -> None:
         assert found.step >= NAP
     again = make_loop()
     with pytest.raises(KeyError):
-        again.fit(num_epochs=2, callbacks=[Fails()])
+        again.fit(num_epochs=2, callbacks=[Raises(KeyError("no more"), "on_batch_begin", step=STEPS_PER_EPOCH + 2)])
     assert again.timings.steps == STEPS_PER_EPOCH + 2  # with the finished steps of the last epoch
-
-
-class Fails(AbstractCallback):
-    def on_batch_begin(self) -> None:
-        if self.train_loop_obj.global_step == STEPS_PER_EPOCH + 2:
-            raise KeyError("no more")

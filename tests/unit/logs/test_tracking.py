@@ -16,28 +16,20 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from conftest import make_data
-from trainloop import TrainLoop, TTModel, checkpoint
+from trainloop import TrainLoop, TTBasicModel, checkpoint
 from trainloop.callbacks.reports import experiment as tracking
 from trainloop.callbacks.reports.experiment import Experiment, ExperimentCheckpoint, ExperimentEndSave, ExperimentRecord
 from trainloop.errors import ConfigurationError
 from trainloop.result_package import classification
 
 
-class Net(TTModel):
+class Net(TTBasicModel):
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x)
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        x, y = batch_data
-        return criterion(self(x.to(device)), y.to(device))
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        x, y = batch_data
-        return self(x.to(device)), y, {}
 
 
 def tracked(experiment: Experiment, val: Any = None, test: Any = None, **arguments: Any) -> tuple[TrainLoop, Any]:

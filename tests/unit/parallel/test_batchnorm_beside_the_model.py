@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop import AbstractCallback, TTBasicModel
 
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 ROWS = TensorDataset(X, X.sum(1, keepdim=True) ** 2)
@@ -62,17 +63,15 @@ class RemovesIt(AddsALayer):
 def trained(mode: str, criterion: nn.Module, *callbacks: AbstractCallback) -> tuple[list[Tensor], list[float]]:
     model, ranks = Net(), 1 if mode == "single" else 2
     parameters = [*model.parameters(), *criterion.parameters()]
-    loop = TrainLoop(
+    loop = cpu_loop(
         model,
         DataLoader(ROWS, 12 // ranks),
-        DataLoader(ROWS, 20),
-        optimizer=optim.SGD(parameters, lr=0.05),
-        criterion=criterion,
+        optim.SGD(parameters, lr=0.05),
+        criterion,
+        validation_loader=DataLoader(ROWS, 20),
         gpu_mode=mode,
-        accelerator="cpu",
         devices=ranks,
         sync_batchnorm=True,
-        progress_bar=False,
     )
     model = loop.fit(num_epochs=3, callbacks=list(callbacks))
     assert not any(hasattr(layer, "_class_before_sync") for layer in (*model.modules(), *criterion.modules()))
@@ -116,17 +115,7 @@ class FailsAtTheEnd(AddsALayer):
 def test_after_a_failure_an_added_layer_has_its_own_class() -> None:
     model = Net()
     loader = DataLoader(ROWS, 4)
-    loop = TrainLoop(
-        model,
-        loader,
-        optimizer=optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.MSELoss(),
-        sync_batchnorm=True,
-        accelerator="cpu",
-        gpu_mode="ddp",
-        devices=2,
-        progress_bar=False,
-    )
+    loop = cpu_loop(model, loader, criterion=nn.MSELoss(), sync_batchnorm=True, gpu_mode="ddp", devices=2)
     with pytest.raises(Exception, match="on purpose"):
         loop.fit(num_epochs=1, callbacks=[FailsAtTheEnd("on_batch_begin", True)])
     assert type(model.between) is nn.BatchNorm1d

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn, optim
+from kit.loops import cpu_loop
+from kit.warned import warnings_of
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTBasicModel
+from trainloop import TTBasicModel
 from trainloop.errors import ConfigurationError
 
 X = torch.randn(32, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -187,14 +189,8 @@ class Yields(Net):
 def trained(model: Any, replicas: int, criterion: Any = None) -> tuple[Any, list[str]]:
     how: Any = {"gpu_mode": "dp", "devices": replicas} if replicas else {}
     loader = DataLoader(ROWS, 8)
-    loop = TrainLoop(
-        model, loader, loader, None, optim.SGD(model.parameters(), lr=0.1), criterion or nn.MSELoss(),
-        accelerator="cpu", progress_bar=False, **how,
-    )  # fmt: skip
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        loop.fit(num_epochs=2)
-    return model, [str(one.message) for one in caught if "so the change is lost" in str(one.message)]
+    loop = cpu_loop(model, loader, criterion=criterion or nn.MSELoss(), validation_loader=loader, **how)
+    return model, warnings_of(lambda: loop.fit(num_epochs=2), "so the change is lost")
 
 
 def test_a_count_of_steps_is_that_of_one_process() -> None:
@@ -346,16 +342,7 @@ def test_an_unusual_buffer_is_no_error(model: Any) -> None:
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_changes_through_data_are_an_error(model: Any, what: str, accumulation: int) -> None:
     net = model()
-    tl = TrainLoop(
-        net,
-        DataLoader(ROWS, batch_size=4),
-        optimizer=optim.SGD(net.parameters(), lr=0.1),
-        criterion=nn.MSELoss(),
-        gpu_mode="dp",
-        devices=2,
-        accelerator="cpu",
-        progress_bar=False,
-    )
+    tl = cpu_loop(net, DataLoader(ROWS, batch_size=4), criterion=nn.MSELoss(), gpu_mode="dp", devices=2)
     with pytest.raises(ConfigurationError, match=f"get_loss changes {what}, but each replica has only a part"):
         tl.fit(num_epochs=1, grad_accumulation=accumulation)
 
@@ -430,7 +417,4 @@ def test_what_is_appended_or_replaced_is_not_warned_of(kept: Any, change: Any) -
 
 
 def trained_with_warnings(model: Any) -> None:
-    TrainLoop(
-        model, DataLoader(ROWS, 8), None, None, optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(),
-        accelerator="cpu", progress_bar=False, gpu_mode="dp", devices=2,
-    ).fit(num_epochs=1)  # fmt: skip
+    cpu_loop(model, DataLoader(ROWS, 8), criterion=nn.MSELoss(), gpu_mode="dp", devices=2).fit(num_epochs=1)

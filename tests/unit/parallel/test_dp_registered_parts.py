@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTBasicModel
+from trainloop import TTBasicModel
 from trainloop.errors import ConfigurationError
 
 X = torch.randn(32, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -154,16 +155,7 @@ class FillsTheCentreOfItsPart(CentresOnItsPart):
 def trained(model: Net, mode: str) -> Net:
     options: dict[str, Any] = {"devices": 2} if mode == "dp" else {}
     optimizer = optim.SGD(model.parameters(), lr=0.1)
-    loop = TrainLoop(
-        model,
-        DataLoader(ROWS, 8),
-        optimizer=optimizer,
-        criterion=nn.MSELoss(),
-        gpu_mode=mode,
-        accelerator="cpu",
-        progress_bar=False,
-        **options,
-    )
+    loop = cpu_loop(model, DataLoader(ROWS, 8), optimizer, nn.MSELoss(), gpu_mode=mode, **options)
     return loop.fit(num_epochs=2)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,9 +55,7 @@ def made(mode: str, ranks: int) -> TrainLoop[Any]:
     devices = {} if mode == "single" else {"devices": ranks}
     batches = DataLoader(ROWS, batch_size=6 // (ranks if mode in ("ddp", "fsdp") else 1))
     sgd = optim.SGD(model.parameters(), lr=0.05)
-    return TrainLoop(
-        model, batches, None, None, sgd, nn.MSELoss(), gpu_mode=mode, accelerator="cpu", progress_bar=False, **devices
-    )
+    return cpu_loop(model, batches, sgd, nn.MSELoss(), gpu_mode=mode, **devices)
 
 
 def by_hand() -> Decays:
@@ -75,8 +74,7 @@ def by_hand() -> Decays:
 def test_get_loss_and_callbacks_read_the_attributes_of_parameters(mode: str, ranks: int) -> None:
     tl = made(mode, ranks)
     tl.fit(num_epochs=1, callbacks=[Rates("rates")])
-    for own, expected in zip(tl.model.parameters(), by_hand().parameters(), strict=True):
-        assert torch.allclose(own, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(list(tl.model.parameters()), list(by_hand().parameters()), rtol=0, atol=1e-12)
 
 
 @pytest.mark.long

@@ -29,6 +29,7 @@ from kit.changes import (
     trained_on_growing,
     values_of,
 )
+from kit.loops import cpu_loop
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
@@ -300,7 +301,7 @@ def test_set_epoch_of_a_dataset_reaches_persistent_workers_and_a_resumed_run(tmp
     def fit(epochs: int, folder: str, resume: str | None = None) -> tuple[list[float], torch.Tensor]:
         model = Seen()
         loader = DataLoader(Epochs(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
-        loop = TrainLoop(model, loader, None, None, sgd(model), nn.MSELoss(), accelerator="cpu", progress_bar=False)
+        loop = cpu_loop(model, loader, sgd(model), nn.MSELoss())
         loop.fit(num_epochs=epochs, callbacks=[ModelCheckpoint(tmp_path / folder)], resume_from=resume)
         end_workers(loader)
         return loop.history["seen"], model.head.weight.detach()
@@ -354,7 +355,7 @@ def test_a_loader_that_continues_in_each_epoch_is_named_if_the_run_writes_checkp
 ) -> None:
     def fit(**kwargs: Any) -> None:
         model = Net()
-        loop = TrainLoop(model, Steps(), None, None, sgd(model), nn.MSELoss(), accelerator="cpu", progress_bar=False)
+        loop = cpu_loop(model, Steps(), sgd(model), nn.MSELoss())
         loop.fit(num_epochs=6, **kwargs)
 
     fit()

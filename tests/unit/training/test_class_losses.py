@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from kit import reference
 from kit.class_losses import CASES, CLASS_WEIGHTS, Classifier, samples, trained
+from kit.loops import cpu_loop
 from kit.sharded_models import needs_fsdp_on_cpu
+from kit.warned import warnings_of
 from torch import nn, optim
 from torch.nn import functional
 from torch.torch_version import TorchVersion
@@ -58,9 +60,7 @@ def test_the_loss_of_one_batch_is_that_of_an_evaluation(case: str, loader: str, 
     kind, criterion, data = CASES[case]
     model = Classifier(kind).double()
     devices = 3 if mode == "dp" else 1
-    loop: TrainLoop[Any] = TrainLoop(
-        model, None, criterion=criterion, gpu_mode=mode, devices=devices, accelerator="cpu", progress_bar=False
-    )
+    loop: TrainLoop[Any] = cpu_loop(model, None, criterion=criterion, gpu_mode=mode, devices=devices)
     batches: dict[str, Any] = {
         "one batch": DataLoader(data, 100),
         "a list of one batch": [data[:]],
@@ -91,13 +91,9 @@ def test_one_process_is_bit_identical_to_a_hand_written_loop() -> None:
     loader = DataLoader(data, 7)
     optimizer = optim.SGD(ours.parameters(), lr=0.2)
     TrainLoop(ours, loader, optimizer=optimizer, criterion=criterion, progress_bar=False).fit(num_epochs=2)
-    optimizer = optim.SGD(theirs.parameters(), lr=0.2)
-    for _ in range(2):
-        for batch in loader:
-            theirs.get_loss(batch, criterion, torch.device("cpu")).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert all(torch.equal(mine, other) for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True))
+    sgd = optim.SGD(theirs.parameters(), lr=0.2)
+    reference.train(theirs, loader, sgd, reference.by_get_loss(criterion), num_epochs=2)
+    assert reference.identical(ours, theirs)
     assert not criterion._forward_hooks
 
 
@@ -135,17 +131,16 @@ def test_saved_tensors_with_hooks_are_not_read(kind: str) -> None:
     optimizer = optim.SGD(ours.parameters(), lr=0.2)
     tl = TrainLoop(ours, loader, optimizer=optimizer, progress_bar=False)
     tl.fit(num_epochs=2)
-    optimizer, total = optim.SGD(theirs.parameters(), lr=0.2), 0.0
-    for epoch in range(2):
-        for batch in loader:
-            loss = theirs.get_loss(batch, None, torch.device("cpu"))
-            weight = CLASS_WEIGHTS[batch[1][batch[1] >= 0]].sum()
-            total += float(loss.detach() * weight) * epoch
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    states = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
-    assert all(torch.equal(mine, other) for mine, other in states)
+    weighed: list[float] = []
+
+    def loss_of(model: Any, batch: Any) -> Any:
+        loss = model.get_loss(batch, None, torch.device("cpu"))
+        weighed.append(float(loss.detach() * CLASS_WEIGHTS[batch[1][batch[1] >= 0]].sum()))
+        return loss
+
+    reference.train(theirs, loader, optim.SGD(theirs.parameters(), lr=0.2), loss_of, num_epochs=2)
+    total = sum(weighed[len(loader) :])
+    assert reference.identical(ours, theirs)
     assert ours.calls == theirs.calls
     targets = loader.dataset[:][1]  # type: ignore[index]
     assert tl.history["loss"][1] == pytest.approx(total / float(CLASS_WEIGHTS[targets[targets >= 0]].sum()), rel=1e-12)
@@ -298,12 +293,9 @@ def test_calls_of_functions_are_looked_for_in_an_epochs_first_step(kind: str) ->
     model.looked = []
     optimizer = optim.SGD(model.parameters(), lr=0.2)
     loop = TrainLoop(model, DataLoader(samples(64), 2), optimizer=optimizer, progress_bar=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        loop.fit(num_epochs=2, grad_accumulation=2)
+    warned = warnings_of(lambda: loop.fit(num_epochs=2, grad_accumulation=2), "averages over the targets' weights")
     assert model.looked == [True, True, *[False] * 30] * 2
-    warned = ["averages over the targets' weights" in str(warning.message) for warning in caught]
-    assert sum(warned) == (kind == "sum")
+    assert len(warned) == (kind == "sum")
 
 
 class Sparsemax(nn.Module):
@@ -324,10 +316,8 @@ def test_a_criterion_of_another_library_that_ignores_targets_is_named(ignored: i
     sgd = optim.SGD(model.parameters(), lr=0.2)
     data = TensorDataset(samples(64).tensors[0], torch.arange(64) % 4)
     loop = TrainLoop(model, DataLoader(data, batch), None, None, sgd, Sparsemax(ignored), progress_bar=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        loop.fit(num_epochs=2, grad_accumulation=2 if batch < 64 else 1)
-    assert sum("averages over the targets' weights" in str(warning.message) for warning in caught) == warns
+    fit = {"num_epochs": 2, "grad_accumulation": 2 if batch < 64 else 1}
+    assert len(warnings_of(lambda: loop.fit(**fit), "averages over the targets' weights")) == warns
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo reads it
@@ -379,11 +369,8 @@ def test_gradients_of_single_samples_can_be_computed_in_the_loss(criterion: nn.M
     sgd = optim.SGD(ours.parameters(), lr=0.2)
     TrainLoop(ours, loader, loader, optimizer=sgd, criterion=criterion, progress_bar=False).fit(num_epochs=1)
     sgd = optim.SGD(theirs.parameters(), lr=0.2)
-    for batch in loader:
-        theirs.get_loss(batch, criterion, torch.device("cpu")).backward()
-        sgd.step()
-        sgd.zero_grad()
-    assert all(torch.equal(mine, other) for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True))
+    reference.train(theirs, loader, sgd, reference.by_get_loss(criterion), num_epochs=1)
+    assert reference.identical(ours, theirs)
 
 
 class LossInForward(nn.Module):
@@ -502,16 +489,14 @@ def test_an_encoders_output_at_masked_positions_is_that_of_a_hand_written_loop(
         by_hand.get_loss(batch, criterion, torch.device("cpu")).backward()
         sgd.step()
         sgd.zero_grad()
-    loop: TrainLoop[Any] = TrainLoop(
+    loop: TrainLoop[Any] = cpu_loop(
         model,
         DataLoader(data, 6),
-        DataLoader(data, 4),
-        optimizer=optim.SGD(model.head.parameters(), lr=0.1),
-        criterion=criterion,
+        optim.SGD(model.head.parameters(), lr=0.1),
+        criterion,
+        validation_loader=DataLoader(data, 4),
         gpu_mode=mode,
-        accelerator="cpu",
         devices=2 if mode == "dp" else 1,
-        progress_bar=False,
     )
     loop.fit(num_epochs=1, fsdp_model_args={"shard": []})
     torch.testing.assert_close(model.state_dict(), by_hand.state_dict(), rtol=0, atol=1e-6)

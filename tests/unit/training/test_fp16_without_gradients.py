@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from kit.small_loop import STEPS_PER_EPOCH, Net, make_loop
+from kit.warned import warnings_of
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -99,10 +99,7 @@ class Broken(Net):
 def test_a_run_whose_steps_are_all_skipped_is_reported(first: int, epochs: int, number: int | None) -> None:
     """Otherwise nothing shows it: the losses are finite, and equal in all epochs."""
     loop = make_loop(Broken(first), use_amp={"init_scale": 8.0}, end_auto_eval=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        loop.fit(num_epochs=epochs)
-    found = [str(one.message) for one in caught if "AMP has skipped" in str(one.message)]
+    found = warnings_of(lambda: loop.fit(num_epochs=epochs), "AMP has skipped")
     assert len(found) == (number is not None)
     assert all(f"the last {number} optimizer steps" in text for text in found)
 

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from kit import reference
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTModel
+from trainloop import AbstractCallback, MultiOptimizer, TrainLoop, TTBasicModel, TTModel
 from trainloop.errors import ConfigurationError
 
 X, Y = torch.randn(14, 4, generator=torch.Generator().manual_seed(0)), torch.arange(14) % 3
 
 
-class Heads(TTModel):
+class Heads(TTBasicModel):
     """Runs the backward of each head at once, so that only one head's activations are in memory."""
 
     def __init__(self) -> None:
@@ -35,9 +36,6 @@ class Heads(TTModel):
         for head in self.heads:
             criterion(head(own), y).backward()
         return (hidden * own.grad).sum()
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
 
 
 class Yields(Heads):
@@ -69,13 +67,9 @@ def test_in_one_process_it_is_a_hand_written_loop(kind: type[Heads]) -> None:
     ours = kind()
     theirs = copy.deepcopy(ours)
     loop_of(ours).fit(num_epochs=2)
-    optimizer = optim.SGD(theirs.parameters(), 0.1)
-    for _ in range(2):
-        for batch in DataLoader(TensorDataset(X, Y), 4):
-            optimizer.zero_grad()
-            theirs.get_loss(batch, nn.CrossEntropyLoss(), torch.device("cpu")).backward()
-            optimizer.step()
-    assert all(torch.equal(mine, other) for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True))
+    loader, sgd = DataLoader(TensorDataset(X, Y), 4), optim.SGD(theirs.parameters(), 0.1)
+    reference.train(theirs, loader, sgd, reference.by_get_loss(nn.CrossEntropyLoss()), num_epochs=2)
+    assert reference.identical(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", [Heads, Yields, Attacked])
@@ -95,7 +89,7 @@ def test_in_replicas_it_is_an_error() -> None:
 # -- gradients that the user's code leaves -----------------------------------------------------------------------------
 
 
-class Net(TTModel):
+class Net(TTBasicModel):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -104,16 +98,10 @@ class Net(TTModel):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(torch.tanh(self.a(x)))
 
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        return criterion(self(batch_data[0]), batch_data[1])
-
     def get_loss_eval(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
         with torch.enable_grad():
             self.get_loss(batch_data, criterion, device).backward()  # for adversarial inputs, for example
         return self.get_loss(batch_data, criterion, device)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
 
 
 class InTurn(Net):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from kit.columns_model import chunks, make_model
+from kit.loops import cpu_loop
 from kit.small_loop import Net, Scores, make_loop
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -463,7 +464,7 @@ def test_a_piece_continues_with_the_state_that_the_model_carries() -> None:
     for pieces in ((14,), (3, 2, 5, 4)):  # an epoch has 7 chunks
         model = make_model()
         sgd, data = optim.SGD(model.parameters(), lr=0.5), SplitBatches(chunks(7, 33), dim=1)
-        tl = TrainLoop(model, data, None, None, sgd, nn.CrossEntropyLoss(), accelerator="cpu", progress_bar=False)
+        tl = cpu_loop(model, data, sgd)
         for number in pieces:
             tl.fit(num_iterations=number)
         found.append([tl.history.to_dict(), *(p.tolist() for p in model.parameters())])

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTBasicModel
+from trainloop import TTBasicModel
 from trainloop.train_loop.run.placement import move_state
 
 META = torch.device("meta")
@@ -63,16 +64,7 @@ def test_a_model_keeps_its_parameters_where_conversions_overwrite_them(mode: Any
     optimizer.step()
     torch.manual_seed(1)
     model = Line()
-    loop = TrainLoop(
-        model,
-        DataLoader(TensorDataset(x, y), 8),
-        optimizer=optim.SGD(model.parameters(), 0.1),
-        criterion=nn.MSELoss(),
-        gpu_mode=mode,
-        accelerator="cpu",
-        devices=1 if mode == "single" else 2,
-        progress_bar=False,
-    )
+    loop = cpu_loop(model, DataLoader(TensorDataset(x, y), 8), criterion=nn.MSELoss(), gpu_mode=mode, devices=2)
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
         loop.fit(num_epochs=1)
@@ -80,5 +72,4 @@ def test_a_model_keeps_its_parameters_where_conversions_overwrite_them(mode: Any
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
     assert model.second.weight is model.first.weight
-    for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(own, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(list(model.parameters()), list(reference.parameters()), rtol=0, atol=1e-12)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
@@ -56,16 +57,11 @@ class Watches(AbstractCallback):
 
 def trained(choice: Any, **arguments: Any) -> TrainLoop[Net]:
     model = Net()
-    loop = TrainLoop(
+    loop = cpu_loop(
         model,
         DataLoader(make_data(), 16),
-        DataLoader(make_data(33), 16),
-        None,
-        optim.SGD(model.parameters(), lr=0.1),
-        nn.CrossEntropyLoss(),
-        accelerator="cpu",
+        validation_loader=DataLoader(make_data(33), 16),
         seed=1,
-        progress_bar=False,
         checkpoint_modules=choice,
         **arguments,
     )
@@ -169,15 +165,7 @@ def test_which_modules_are_meant() -> None:
 
 
 def fitted(model: Net, choice: Any) -> TrainLoop[Net]:
-    loop = TrainLoop(
-        model,
-        DataLoader(make_data(40), 16),
-        optimizer=optim.SGD(model.parameters(), lr=0.1),
-        criterion=nn.CrossEntropyLoss(),
-        accelerator="cpu",
-        progress_bar=False,
-        checkpoint_modules=choice,
-    )
+    loop = cpu_loop(model, DataLoader(make_data(40), 16), checkpoint_modules=choice)
     loop.fit(num_epochs=2)
     return loop
 

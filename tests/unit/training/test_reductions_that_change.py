@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, TrainLoop, TTBasicModel
+from trainloop import AbstractCallback, TTBasicModel
 
 X = torch.randn(60, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 ROWS = TensorDataset(X, X.sum(1, keepdim=True) ** 2)
@@ -67,15 +68,7 @@ class Changes(AbstractCallback):
 
 def trained(criterion: Any, change: Callable[[Any], None], batch: int, accumulation: int, **mode: Any) -> Tensor:
     model = Net()
-    loop = TrainLoop(
-        model,
-        DataLoader(ROWS, batch),
-        optimizer=optim.SGD(model.parameters(), lr=0.02),
-        criterion=criterion,
-        accelerator="cpu",
-        progress_bar=False,
-        **mode,
-    )
+    loop = cpu_loop(model, DataLoader(ROWS, batch), optim.SGD(model.parameters(), lr=0.02), criterion, **mode)
     loop.fit(num_epochs=2, grad_accumulation=accumulation, callbacks=[Changes(change)])
     return model.layer.weight
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from kit import reference
-from kit.small_loop import Net
+from kit.loops import cpu_loop
+from kit.small_loop import Net, make_loop
+from kit.warned import warnings_of
 from torch import Tensor, nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import make_data
 from trainloop import MultiLoss, TrainLoop, TTModel
+from trainloop.errors import ConfigurationError
 
 
 class Tagger(TTModel):
@@ -54,25 +56,12 @@ def test_a_weighted_loss_is_bit_identical_to_the_loop_by_hand(clip: float | None
     loader = DataLoader(sentences(), batch_size=8)
     criterion = nn.CrossEntropyLoss(ignore_index=0)
     torch.manual_seed(1)
-    optimizer = optim.AdamW(theirs.parameters(), lr=0.01)
-    for _ in range(2):
-        for batch in loader:
-            loss, _ = theirs.get_loss(batch, criterion, torch.device("cpu"))
-            loss.backward()
-            if clip is not None:
-                nn.utils.clip_grad_norm_(theirs.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.manual_seed(1)
-    tl = TrainLoop(
-        ours,
-        loader,
-        optimizer=optim.AdamW(ours.parameters(), lr=0.01),
-        criterion=criterion,
-        accelerator="cpu",
-        progress_bar=False,
-        gradient_clip_norm=clip,
+    optimizer, loss_and_weight = optim.AdamW(theirs.parameters(), lr=0.01), reference.by_get_loss(criterion)
+    reference.train_accumulated(
+        theirs, loader, optimizer, lambda *batch: loss_and_weight(*batch)[0], 2, accumulation=1, max_norm=clip
     )
+    torch.manual_seed(1)
+    tl = cpu_loop(ours, loader, optim.AdamW(ours.parameters(), lr=0.01), criterion, gradient_clip_norm=clip)
     tl.fit(num_epochs=2)
     assert reference.identical(ours, theirs)
 
@@ -99,14 +88,7 @@ def test_gradients_are_not_multiplied_by_one(ignored: int, multiplications: int)
     x, y = make_data().tensors
     y[:ignored] = -100
     model = Counted()
-    loop = TrainLoop(
-        model,
-        DataLoader(TensorDataset(x[:48], y[:48]), 16),
-        optimizer=optim.SGD(model.parameters(), 0.1),
-        criterion=nn.CrossEntropyLoss(),
-        accelerator="cpu",
-        progress_bar=False,
-    )
+    loop = cpu_loop(model, DataLoader(TensorDataset(x[:48], y[:48]), 16))
     with InPlace() as found:
         loop.fit(num_epochs=1, grad_accumulation=3)
     assert found.count == multiplications * len(list(model.parameters()))
@@ -129,19 +111,22 @@ def test_a_weight_may_be_any_number(weight: Any, parts: bool) -> None:
         torch.manual_seed(0)
         model = Weighted()
         model.weight, model.parts = weight, parts
-        loop = TrainLoop(
-            model,
-            loader := DataLoader(make_data(), 16),
-            loader,
-            optimizer=optim.SGD(model.parameters(), 0.1),
-            criterion=nn.CrossEntropyLoss(),
-            accelerator="cpu",
-            progress_bar=False,
-        )
+        loop = cpu_loop(model, loader := DataLoader(make_data(), 16), validation_loader=loader)
         loop.fit(num_epochs=2, grad_accumulation=2)
         return [*loop.history["loss"], *loop.history["val_loss"]]
 
     assert losses(weight) == pytest.approx(losses(5.0), rel=1e-6)
+
+
+class Moody(Net):
+    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
+        loss = super().get_loss(batch_data, criterion, device)
+        return loss if len(batch_data[0]) < 16 else (loss, 1.0)
+
+
+def test_a_weight_now_and_then_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="Return a weight for all batches or for none"):
+        make_loop(Moody()).fit(num_epochs=1, grad_accumulation=7)
 
 
 @pytest.mark.parametrize("weight", [0.25, torch.tensor(0.25), 5, torch.tensor(1.0)])
@@ -150,11 +135,8 @@ def test_a_weight_that_may_be_a_metric_is_warned_of(weight: Any) -> None:
     model.weight = weight
     loop = TrainLoop(model, DataLoader(make_data(), 16), optimizer=optim.SGD(model.parameters(), 0.1))
     loop.criterion = nn.CrossEntropyLoss()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        loop.fit(num_epochs=1)
-    found = ["with the weight 0.25. The weight is the number of units" in str(warning.message) for warning in seen]
-    assert sum(found) == (float(weight) == 0.25)
+    found = warnings_of(lambda: loop.fit(num_epochs=1), "with the weight 0.25. The weight is the number of units")
+    assert len(found) == (float(weight) == 0.25)
 
 
 class WeighsNothing(Net):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kit import reference
+from kit.loops import cpu_loop
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,15 +108,12 @@ def test_equals_the_loop_by_hand(kind: Any, criterion: Any, mode: str) -> None:
         loader: Any = [(x[i : i + 5], y[i : i + 5]) for x, y in batches for i in range(0, len(x), 5)]  # 5 5 5 5 4, 5
     else:
         loader = batches
-    tl = TrainLoop(
+    tl = cpu_loop(
         ours,
         loader,
-        batches,
-        None,
         optim.Adam(ours.parameters(), lr=0.01),
         criterion,
-        accelerator="cpu",
-        progress_bar=False,
+        validation_loader=batches,
         gpu_mode="dp" if mode == "dp" else "single",
         devices=3 if mode == "dp" else "auto",
     )
@@ -171,13 +169,11 @@ def test_sums_and_means_of_one_multiloss(kind: Any, mode: str) -> None:
             is_sum = name == "drawn" or (name == "mu" and kind is DeclaresSums)
             shown[name] += mean.item() * (1 if is_sum else len(x)) / 101
     small = [(x[i : i + 7], y[i : i + 7]) for x, y in whole for i in range(0, len(x), 7)]  # 7 7 7 3, and 5
-    tl = TrainLoop(
+    tl = cpu_loop(
         ours,
         small if mode == "accumulated" else whole,
-        optimizer=optim.SGD(ours.parameters(), lr=0.001),
-        criterion=BCE,
-        accelerator="cpu",
-        progress_bar=False,
+        optim.SGD(ours.parameters(), lr=0.001),
+        BCE,
         gpu_mode="dp" if mode == "dp" else "single",
         devices=3 if mode == "dp" else "auto",
     )
@@ -210,7 +206,7 @@ def test_a_weight_speaks_for_itself() -> None:
         model = kind()
         loader = DataLoader(make_data(), batch_size=10)
         optimizer = optim.SGD(model.parameters(), lr=0.01)
-        loop = TrainLoop(model, loader, optimizer=optimizer, criterion=BCE, accelerator="cpu", progress_bar=False)
+        loop = cpu_loop(model, loader, optimizer, BCE)
         loop.fit(num_epochs=1, grad_accumulation=3)
         states.append((model.state_dict(), loop.history["loss"]))
     assert reference.largest_difference(states[0][0], states[1][0]) < 1e-6
@@ -349,7 +345,7 @@ def test_a_feed_says_it_too_and_other_words_are_refused() -> None:
         def get_predictions(self, model: nn.Module, batch_data: Any, device: torch.device) -> Any:
             return model(batch_data[0]), batch_data[1], {}
 
-    loop = TrainLoop(ModelWrap(nn.Linear(8, 8), Feed()), None, progress_bar=False, accelerator="cpu")
+    loop = cpu_loop(ModelWrap(nn.Linear(8, 8), Feed()), None, criterion=None)
     few, many = (loop.evaluate_model_loss(DataLoader(make_data(100), batch_size=size)) for size in (5, 50))
     assert few == pytest.approx(many)
     with pytest.raises(ConfigurationError, match=r"VAE.loss_reduction='Sum': must be 'mean', 'sum' or None"):
@@ -393,9 +389,7 @@ def test_a_sum_that_nothing_declares_is_reported(name: str, declared: str | None
     model = undeclared(SUMS.get(name, SUMS["sum"]), yields=name == "yielded")()
     model.loss_reduction = declared  # type: ignore[assignment]
     loader = DataLoader(make_data(12), batch_size=4)
-    loop = TrainLoop(
-        model, loader, None, None, optim.SGD(model.parameters(), lr=0.01), progress_bar=False, accelerator="cpu"
-    )
+    loop = cpu_loop(model, loader, optim.SGD(model.parameters(), lr=0.01), None)
     loop.fit(1)  # nothing is averaged: the gradients are those of a hand-written loop
     if declared is None:
         with pytest.warns(UserWarning, match=r"taken to return a mean.*Set loss_reduction = 'sum'"):
@@ -409,14 +403,14 @@ def test_means_that_use_sums_are_not_reported(name: str) -> None:
     model = undeclared(MEANS[name])()
     loader = DataLoader(make_data(12), batch_size=4)
     sgd = optim.SGD(model.parameters(), lr=0.01)
-    TrainLoop(model, loader, loader, None, sgd, progress_bar=False, accelerator="cpu").fit(2, grad_accumulation=2)
+    cpu_loop(model, loader, sgd, None, validation_loader=loader).fit(2, grad_accumulation=2)
 
 
 def test_a_loss_times_a_number_is_read_within_dispatch_modes() -> None:
     model = undeclared(lambda drawn, x, mu: 0.001 * F.mse_loss(drawn, x))()
     loader = DataLoader(make_data(12), batch_size=4)
     sgd = optim.SGD(model.parameters(), lr=0.01)
-    loop = TrainLoop(model, loader, None, None, sgd, progress_bar=False, accelerator="cpu")
+    loop = cpu_loop(model, loader, sgd, None)
     with FlopCounterMode(display=False):
         loop.fit(1, grad_accumulation=2)
     assert loop.progress.global_step == 2

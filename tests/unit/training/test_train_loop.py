@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import Layers, cpu_loop
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import AbstractCallback, MultiLoss, MultiOptimizer, TrainLoop, TTBasicModel, TTModel
+from trainloop import AbstractCallback, TrainLoop, TTBasicModel
 from trainloop.data import EvalFeed, TrainFeed
-from trainloop.errors import ConfigurationError, WorkerFailedError
+from trainloop.errors import ConfigurationError
 from trainloop.train_loop.arguments.run_config import run_config_of
 
 
@@ -41,94 +42,13 @@ def make(mode: str = "single", devices: Any = "auto", model: Any = None, **argum
     dataset = arguments.pop("dataset", None) or data()
     arguments.setdefault("optimizer", optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     batch_size = arguments.pop("batch_size", 10)
-    return TrainLoop(
+    return cpu_loop(
         model,
         arguments.pop("train_loader", DataLoader(dataset, batch_size=batch_size)),
-        criterion=nn.CrossEntropyLoss(),
         gpu_mode=mode,
         devices=devices,
-        accelerator="cpu",
-        progress_bar=False,
         **arguments,
     )
-
-
-class Witness(AbstractCallback):
-    """Writes down each hook it is called by."""
-
-    def __init__(self) -> None:
-        super().__init__("witness")
-        self.calls: list[str] = []
-
-    def on_train_loop_registration(self) -> None:
-        self.calls.append("registration")
-
-    def on_multiprocess_start(self) -> None:
-        self.calls.append("multiprocess_start")
-
-    def on_train_begin(self) -> None:
-        self.calls.append("train_begin")
-
-    def on_epoch_begin(self) -> None:
-        self.calls.append("epoch_begin")
-
-    def on_batch_begin(self) -> None:
-        self.calls.append("batch_begin")
-
-    def on_after_gradient_update(self, optimizer_idx: int) -> None:
-        self.calls.append(f"gradient_update {optimizer_idx}")
-
-    def on_after_optimizer_step(self) -> None:
-        self.calls.append("optimizer_step")
-
-    def on_batch_end(self) -> None:
-        self.calls.append("batch_end")
-
-    def on_after_batch_prediction(self, y_pred: Any, y_true: Any, metadata: Any, info: dict[str, Any]) -> None:
-        self.calls.append(f"batch_prediction {info['type']} {len(y_pred)}")
-
-    def on_epoch_end(self) -> None:
-        self.calls.append("epoch_end")
-
-    def on_train_end(self) -> None:
-        self.calls.append("train_end")
-
-
-BATCH = ["batch_begin", "batch_end"]
-STEP = ["batch_begin", "gradient_update 0", "optimizer_step", "batch_end"]
-
-
-def test_hooks_run_in_the_documented_order() -> None:
-    witness = Witness()
-    make(dataset=data(30)).fit(num_epochs=1, callbacks=[witness], grad_accumulation=2)
-    start = ["registration", "multiprocess_start", "train_begin", "epoch_begin"]
-    assert witness.calls == [*start, *BATCH, *STEP, *STEP, "epoch_end", "train_end"]
-
-
-def test_callbacks_run_by_execution_order_then_as_passed() -> None:
-    order: list[str] = []
-
-    class Named(AbstractCallback):
-        def on_train_begin(self) -> None:
-            order.append(self.callback_name)
-
-    make().fit(num_epochs=1, callbacks=[Named("late", 5), Named("first"), Named("second"), Named("early", -1)])
-    assert order == ["early", "first", "second", "late"]
-
-
-def test_batch_predictions_reach_callbacks_with_their_dataset() -> None:
-    witness = Witness()
-    loop = make(validation_loader=DataLoader(data(12), batch_size=8))
-
-    class Predict(AbstractCallback):
-        def on_epoch_end(self) -> None:
-            self.train_loop_obj.predict_on_validation_set()
-
-    loop.fit(num_epochs=1, callbacks=[witness, Predict()])
-    assert [c for c in witness.calls if "prediction" in c] == [
-        "batch_prediction validation 8",
-        "batch_prediction validation 4",
-    ]
 
 
 def test_num_iterations_counts_batches_over_epochs() -> None:
@@ -161,22 +81,6 @@ def test_fit_inside_of_a_callback_is_refused() -> None:
         make().fit(num_epochs=1, callbacks=[Again()])
 
 
-def test_an_exception_reaches_callbacks_and_then_the_caller() -> None:
-    told: list[BaseException] = []
-
-    class Broken(AbstractCallback):
-        def on_batch_end(self) -> None:
-            raise ValueError("no more")
-
-        def on_exception(self, exception: BaseException) -> None:
-            told.append(exception)
-            raise RuntimeError("while handling")
-
-    with pytest.warns(UserWarning, match="while handling"), pytest.raises(ValueError, match="no more") as caught:
-        make().fit(num_epochs=1, callbacks=[Broken()])
-    assert told == [caught.value]
-
-
 def test_ctrl_c_keeps_the_last_step_and_the_loop_goes_on() -> None:
     class Press(AbstractCallback):
         def on_batch_begin(self) -> None:
@@ -202,139 +106,6 @@ def test_fit_works_in_a_thread() -> None:
     thread.start()
     thread.join()
     assert loop.global_step == 11
-
-
-def test_a_hook_with_too_many_parameters_is_named() -> None:
-    class Wrong(AbstractCallback):
-        def on_epoch_end(self, history: Any) -> None:  # type: ignore[override]
-            pass
-
-    with pytest.raises(
-        ConfigurationError,
-        match=r"Wrong\.on_epoch_end\(self, history.*does not accept the arguments",
-    ):
-        make().fit(num_epochs=1, callbacks=[Wrong()])
-
-
-# -- losses of several kinds -----------------------------------------------------------------------------------------
-
-
-class TwoParts(TTModel):
-    """A generator-like pair: the second loss runs through the first part too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.second = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> MultiLoss:
-        x, y = batch_data
-        return MultiLoss(
-            {"size": self.first(x).square().mean(), "class": criterion(self(x), y)}, {"size": 0, "class": 1}
-        )
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
-
-
-def two_parts() -> tuple[TwoParts, MultiOptimizer]:
-    torch.manual_seed(0)
-    model = TwoParts()
-    return model, MultiOptimizer(
-        [optim.SGD(model.first.parameters(), lr=0.1), optim.Adam(model.second.parameters(), lr=0.01)]
-    )
-
-
-def two_parts_by_hand(epochs: int, accumulation: int = 1) -> TwoParts:
-    model, (first, second) = two_parts()
-    criterion = nn.CrossEntropyLoss()
-    for _ in range(epochs):
-        batches = list(DataLoader(data(100), batch_size=10))
-        for i in range(0, len(batches), accumulation):
-            group = batches[i : i + accumulation]
-            for x, y in group:
-                (model.first(x).square().mean() / len(group)).backward(inputs=list(model.first.parameters()))
-                (criterion(model(x), y) / len(group)).backward(inputs=list(model.second.parameters()))
-            first.step()
-            second.step()
-            model.zero_grad()
-    return model
-
-
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_each_loss_trains_the_parameters_of_its_optimizer(accumulation: int) -> None:
-    model, optimizer = two_parts()
-    loop = make(model=model, optimizer=optimizer, dataset=data(100))
-    loop.fit(num_epochs=2, grad_accumulation=accumulation)
-    for own, by_hand in zip(model.parameters(), two_parts_by_hand(2, accumulation).parameters(), strict=True):
-        assert torch.equal(own, by_hand)
-    assert set(loop.history) == {"loss", "loss_size", "loss_class"}
-    parts = loop.evaluate_model_loss(loop.train_loader)
-    assert isinstance(parts, dict)
-    assert set(parts) == {"size", "class"}
-
-
-class Tokens(TTModel):
-    """A loss that is a mean over as many units as the batch says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x)
-
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-        x, y, tokens = batch_data
-        each = nn.functional.cross_entropy(self(x), y, reduction="none")
-        return (each * tokens).sum() / tokens.sum(), tokens.sum()
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
-
-
-def token_data(n: int = 101) -> TensorDataset:
-    tokens = torch.randint(1, 50, (n,), generator=torch.Generator().manual_seed(1))
-    return TensorDataset(*data(n, torch.float64).tensors, tokens)
-
-
-def test_micro_batches_are_weighed_by_their_tokens() -> None:
-    torch.manual_seed(0)
-    small, large = Tokens().double(), Tokens().double()
-    large.load_state_dict(small.state_dict())
-    few = make(model=small, dataset=token_data(100), batch_size=10)
-    few.fit(num_epochs=2, grad_accumulation=5)
-    many = make(model=large, dataset=token_data(100), batch_size=50)
-    many.fit(num_epochs=2)
-    torch.testing.assert_close(small.fc.weight, large.fc.weight, rtol=0, atol=1e-12)
-    assert few.history["loss"] == pytest.approx(many.history["loss"], abs=1e-12)
-
-
-def test_a_weight_now_and_then_is_refused() -> None:
-    class Moody(Tokens):
-        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-            loss, weight = super().get_loss(batch_data, criterion, device)
-            return loss if len(batch_data[0]) < 10 else (loss, weight)
-
-    model = Moody().double()
-    with pytest.raises(ConfigurationError, match="Return a weight for all batches or for none"):
-        make(model=model, dataset=token_data(15)).fit(num_epochs=1, grad_accumulation=2)
-
-
-@pytest.mark.parametrize(
-    ("returned", "words"),
-    [(3.0, "get_loss returned a float"), ((1, 2, 3), "a tuple of length 3"), (None, "get_loss returned a NoneType")],
-)
-def test_what_get_loss_may_return(returned: Any, words: str) -> None:
-    class Odd(Net):
-        def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Any:
-            return returned
-
-    with pytest.raises(ConfigurationError, match=words):
-        make(model=Odd()).fit(num_epochs=1)
 
 
 # -- evaluation changes nothing --------------------------------------------------------------------------------------
@@ -371,7 +142,7 @@ def test_evaluation_leaves_random_numbers_and_modes_alone() -> None:
 # -- ddp: what comes back --------------------------------------------------------------------------------------------
 
 
-class Attributes(TTModel):
+class Attributes(TTBasicModel):
     """Tied, lazy, counted: what a copy that comes back could lose."""
 
     def __init__(self) -> None:
@@ -395,9 +166,6 @@ class Attributes(TTModel):
             self.seen += len(x)
             self.note = "after"
         return criterion(self(x), y)
-
-    def get_predictions(self, batch_data: Any, device: torch.device) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
 
 
 class CountsCalls(Net):
@@ -492,45 +260,6 @@ def test_early_stop_on_one_rank_stops_all_at_one_step() -> None:
 
 
 @pytest.mark.long
-def test_ddp_with_several_optimizers_equals_one_process() -> None:
-    model, optimizer = two_parts()
-    loop = make("ddp", 2, model=model, optimizer=optimizer, dataset=data(100), batch_size=5)
-    loop.fit(num_epochs=2)
-    for own, by_hand in zip(model.parameters(), two_parts_by_hand(2).parameters(), strict=True):
-        torch.testing.assert_close(own, by_hand, rtol=0, atol=1e-6)
-
-
-@pytest.mark.long
-def test_ddp_weighs_ranks_and_short_shares_by_tokens() -> None:
-    weights = []
-    for mode, devices, batch_size in (("single", "auto", 24), ("ddp", 3, 8)):
-        torch.manual_seed(0)
-        model = Tokens().double()
-        # 97 = 4 x 24 + 1: the last global batch leaves two of three ranks without any.
-        loader = DataLoader(token_data(97), batch_size=batch_size)
-        make(mode, devices, model=model, train_loader=loader).fit(num_epochs=1, grad_accumulation=2)
-        weights.append(model.fc.weight)
-    torch.testing.assert_close(*weights, rtol=0, atol=1e-9)
-
-
-class Fails(Net):
-    def get_loss(self, batch_data: Any, criterion: Any, device: torch.device) -> Tensor:
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
-            raise ZeroDivisionError("rank one is broken")
-        return super().get_loss(batch_data, criterion, device)
-
-
-@pytest.mark.long
-def test_a_failing_rank_is_named_with_its_traceback() -> None:
-    with pytest.raises(WorkerFailedError) as caught:
-        make("ddp", 2, model=Fails()).fit(num_epochs=1)
-    assert caught.value.rank == 1
-    assert "rank one is broken" in str(caught.value)
-    assert "ZeroDivisionError" in caught.value.traceback
-    assert "in get_loss" in caught.value.traceback
-
-
-@pytest.mark.long
 def test_data_can_be_made_in_the_ranks() -> None:
     class Load(AbstractCallback):
         def on_multiprocess_start(self) -> None:
@@ -541,21 +270,12 @@ def test_data_can_be_made_in_the_ranks() -> None:
     assert loop.global_step == 4
 
 
-class Normed(TTBasicModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
-
-
 @pytest.mark.long
 def test_synchronised_batchnorm_equals_one_process_where_a_rank_has_no_samples() -> None:
     models = []
     for mode, devices, batch_size in (("single", "auto", 30), ("ddp", 3, 10), ("fsdp", 3, 10)):
         torch.manual_seed(0)
-        model = Normed().double()
+        model = Layers(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
         # 62 = 2 x 30 + 2: the third rank has none of the last global batch.
         dataset = data(62, torch.float64)
         loop = make(mode, devices, model=model, dataset=dataset, batch_size=batch_size, sync_batchnorm=mode != "single")

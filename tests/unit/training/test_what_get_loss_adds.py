@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.loops import cpu_loop
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainloop import TrainLoop, TTModel
+from trainloop import TTBasicModel
 from trainloop.errors import ConfigurationError, TrainLoopError
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -17,7 +18,7 @@ ROWS = TensorDataset(X, X.sum(1, keepdim=True) ** 2)
 NORM = 0.1
 
 
-class Grows(TTModel):
+class Grows(TTBasicModel):
     """Adds a head in the third call, to itself and to the optimizer of its loop."""
 
     def __init__(self) -> None:
@@ -44,9 +45,6 @@ class Grows(TTModel):
         loss: Tensor = nn.functional.mse_loss(self(x), y)
         return loss
 
-    def get_predictions(self, batch_data: Any, device: Any) -> Any:
-        return self(batch_data[0]), batch_data[1], {}
-
 
 def by_hand(accumulation: int) -> Grows:
     model, batches = Grows(), list(DataLoader(ROWS, 8))
@@ -61,15 +59,7 @@ def by_hand(accumulation: int) -> Grows:
 
 def trained(accumulation: int = 1, **options: Any) -> Grows:
     model = Grows()
-    loop = TrainLoop(
-        model,
-        DataLoader(ROWS, 8),
-        optimizer=model.optimizer,
-        accelerator="cpu",
-        progress_bar=False,
-        gradient_clip_norm=NORM,
-        **options,
-    )
+    loop = cpu_loop(model, DataLoader(ROWS, 8), model.optimizer, None, gradient_clip_norm=NORM, **options)
     return loop.fit(num_epochs=1, grad_accumulation=accumulation)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import reference
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 from torch.torch_version import TorchVersion
@@ -93,16 +94,16 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(x.double(), y), 16)
 
 
+def loss_of(model: Any, batch: Any) -> Tensor:
+    return CRITERION(model(batch[0]), batch[1])
+
+
 def by_hand(optimizer_of: Any, *, norm: float | None = None, doubles: bool = False, lr: float = 1.0) -> list[Tensor]:
     model = Net().double()
     optimizer = optimizer_of(model.parameters())
-    for epoch in range(2):
-        for x, y in loader():
-            (CRITERION(model(x), y) * (2.0 if doubles and epoch else 1.0)).backward()
-            if norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), norm)
-            optimizer.step()
-            optimizer.zero_grad()
+    for factor in (1.0, 2.0 if doubles else 1.0):
+        scaled = partial(lambda factor, *batch: loss_of(*batch) * factor, factor)
+        reference.train_accumulated(model, loader(), optimizer, scaled, 1, accumulation=1, max_norm=norm)
         for group in optimizer.param_groups:
             group["lr"] *= lr
     return [t.detach() for t in model.state_dict().values()]
@@ -326,19 +327,9 @@ class WholeSteps(AbstractCallback):
 def scheduled_by_hand(optimizer_of: Any, make_scheduler: Any, interval: str, norm: float | None) -> Any:
     model = Net().double()
     optimizer = optimizer_of(model.parameters())
-    scheduler, rates = make_scheduler(optimizer), []
-    for _ in range(2):
-        for x, y in loader():
-            rates.append(optimizer.param_groups[0]["lr"])
-            CRITERION(model(x), y).backward()
-            if norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            if interval == "step":
-                scheduler.step()
-        if interval == "epoch":
-            scheduler.step()
+    rates = reference.train_scheduled(
+        model, loader(), optimizer, loss_of, 2, make_scheduler(optimizer), interval, max_norm=norm
+    )
     return [t.detach() for t in model.state_dict().values()], rates
 
 
@@ -459,12 +450,9 @@ def test_layers_frozen_and_unfrozen_later(hook: str, trained: bool) -> None:
 
     expected = Net().double()
     optimizer = sgd(expected.parameters())
-    for epoch in range(2):
-        expected.layers[0].requires_grad_(trained if epoch else not trained)
-        for x, y in loader():
-            CRITERION(expected(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for trains in (not trained, trained):
+        expected.layers[0].requires_grad_(trains)
+        reference.train(expected, loader(), optimizer, loss_of, num_epochs=1)
     check(loop, [t.detach() for t in expected.state_dict().values()])
 
 
