@@ -44,7 +44,8 @@ class _WarmupScheduler(LRScheduler):
                 )
         if num_training_steps is not None and num_training_steps < num_warmup_steps:
             raise ConfigurationError(
-                f"num_training_steps={num_training_steps}: must not be less than num_warmup_steps={num_warmup_steps}."
+                f"{own}: num_training_steps={num_training_steps}: must not be less than "
+                f"num_warmup_steps={num_warmup_steps}."
             )
         self.num_warmup_steps = num_warmup_steps
         self.num_training_steps = num_training_steps

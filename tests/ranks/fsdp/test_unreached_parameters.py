@@ -149,7 +149,7 @@ def test_ranks_that_run_units_in_another_order_are_an_error() -> None:
 def test_ranks_that_evaluate_with_other_units_are_an_error(method: str) -> None:
     """Units of one size would be mixed: each rank would evaluate with a half of each head."""
     data = TensorDataset(_data(16).tensors[0], torch.arange(16, device="cpu") // SIZE % 2 == 0)
-    loop = TrainLoop(Heads("units"), None, gpu_mode="fsdp", accelerator="cpu", devices=2, progress_bar=False)
+    loop = cpu_loop(Heads("units"), None, None, None, gpu_mode="fsdp", devices=2)
     with pytest.raises(WorkerFailedError, match=r"in an evaluation, some ranks .*'shard': \[Block\]\}"):
         getattr(loop, method)(DataLoader(data, SIZE))
 
@@ -165,16 +165,11 @@ def test_copies_of_a_sharded_model_may_evaluate_with_other_units() -> None:
     """Only the ranks of one copy exchange parameters."""
     data = TensorDataset(_data(32).tensors[0], torch.arange(32, device="cpu") // SIZE % 4 < 2)
     losses = []
-    for mode in ({"gpu_mode": "single"}, {"gpu_mode": "fsdp", "accelerator": "cpu", "devices": 4}):
+    for ranks in (1, 4):
         model = Experts("units")
-        loop = TrainLoop(
-            model,
-            DataLoader(data, 32 // mode.get("devices", 1)),
-            DataLoader(data, SIZE),
-            optimizer=_optimizer(model),
-            progress_bar=False,
-            **mode,
-        )
-        loop.fit(num_epochs=2, fsdp_model_args={"replicas": 2} if len(mode) > 1 else None)
+        train, val = DataLoader(data, 32 // ranks), DataLoader(data, SIZE)
+        mode = {"gpu_mode": "fsdp", "devices": ranks} if ranks > 1 else {}
+        loop = cpu_loop(model, train, _optimizer(model), None, validation_loader=val, **mode)
+        loop.fit(num_epochs=2, fsdp_model_args={"replicas": 2} if mode else None)
         losses.append(loop.history["val_loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)

@@ -176,7 +176,10 @@ def test_the_error_names_the_callback_the_argument_and_the_value(cls: Any, name:
         (lambda: DataSubsetTestRun(0), "DataSubsetTestRun: all three numbers are 0"),
         (lambda: ModelCheckpoint(""), "'' is not a folder. Pass a path or a URL"),
         (lambda: ModelPerformanceEvaluation(["accuracy"], on_val_data=False), "are both False: set at least one to"),
-        (lambda: LinearWithWarmupScheduler(5, 4), "num_training_steps=4: must not be less than num_warmup_steps=5"),
+        (
+            lambda: LinearWithWarmupScheduler(5, 4),
+            "LinearWithWarmupScheduler: num_training_steps=4: must not be less than num_warmup_steps=5",
+        ),
         (lambda: TimeLimit(), "the limit is 0.0 seconds. It must be above zero"),
     ],
 )
