@@ -22,7 +22,7 @@ import torch
 from kit.descriptors import all_low_numbers_taken
 from kit.loops import cpu_loop
 from kit.places import IMPORTS
-from kit.programs import wait_until
+from kit.programs import run_script, wait_until
 from kit.saved_names import NAMES, names_in
 from kit.tuning_kinds import MakeBusy, MakeFailing, Scaled, make_broken, make_frequencies, make_scaled, rows
 from torch import Tensor, nn
@@ -256,6 +256,48 @@ def test_a_class_of_one_row_and_a_process_with_many_open_files() -> None:
         assert score == pytest.approx(-np.log(own).mean())
     assert sorted(chances[1] for chances in by_fold)[0] == 0.0  # one fold has not seen it
     np.testing.assert_allclose(found.predict(x), [np.mean(by_fold, axis=0)] * 21)
+
+
+OPTIONS = """
+import numpy as np
+import model, options
+from options import OPTIONS
+from trainloop.tuning import tune
+
+class Options:
+    def set(self, scale):
+        OPTIONS["scale"] = scale
+
+def search():
+    same, options.FILE = options.OPTIONS, open(__file__)  # a file can't be sent
+    def make(params, fold):
+        same.update(scale=2.0) if params["by"] == "outer variable" else Options().set(3.0)
+        return model.Scaled()
+    data = np.ones((8, 1)), np.full(8, 3.0)
+    found = tune(make, {"by": ["outer variable", "class"]}, searcher="grid", num_trials=2, num_bag_folds=2, data=data,
+                 metric=lambda y, p: float(abs(y - p).max()), mode="min", progress=False)
+    print([trial.scores for trial in found.trials], *found.trials[0].errors.values())
+
+if __name__ == "__main__":
+    search()
+"""
+MODEL = """
+from options import OPTIONS
+
+class Scaled:
+    def fit(self, *rows):
+        self.scale = OPTIONS["scale"]
+
+    def predict(self, x):
+        return self.scale * x[:, 0]
+"""
+
+
+@pytest.mark.long
+def test_a_models_module_sees_what_the_script_writes_into_an_object_of_both(tmp_path: Path) -> None:
+    done = run_script(tmp_path, OPTIONS, modules={"model": MODEL, "options": "OPTIONS = {'scale': 0.0}"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[[1.0, 1.0], [0.0, 0.0]]\n"
 
 
 RUN = """

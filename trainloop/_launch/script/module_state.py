@@ -107,11 +107,19 @@ class SentModules:
     """The state of the user's modules in a pickle: unpickling calls :func:`receive_modules`, and returns a callable.
 
     It takes no arguments, and must be called after the rest of the pickle has been read.
+
+    Parameters
+    ----------
+    known : sequence of objects
+        Objects to which the rest of the pickle may refer. Variables that refer to them do so after unpickling, too.
     """
+
+    def __init__(self, known: Sequence[object]) -> None:
+        self._known = known
 
     def __reduce__(self) -> tuple[Any, ...]:
         used: list[object] = []
-        return _received, (dumped_modules((), used), used)
+        return _received, (dumped_modules(self._known, used), used)
 
 
 class LoadedCode:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainloop._transfer.shared import shared_parts
 from trainloop._transfer.users_modules import is_users
 from trainloop.optim.optimizers import optimizers_of
 from trainloop.optim.parameters import trained_modules
@@ -47,16 +48,30 @@ class ScriptValue(NamedTuple):
 def script_values(
     loop: LoopState, adds: Callable[[Any], bool] = lambda value: False, also: Sequence[object] = ()
 ) -> dict[str, ScriptValue]:
+    """Return the :func:`used_values` of the classes of modules, criterion, optimizers and callbacks, and of hooks.
+
+    ``also``: other functions of the script, and objects of its classes.
+    """
+    return used_values([*given_functions(loop).values(), *also], _classes_of([*_parts_of(loop), *also]), adds)
+
+
+def script_variables(given: Sequence[object]) -> list[Any]:
+    """Return the script's global and outer variables that functions and methods use, and the parts of their values."""
+    used = used_values(given, _classes_of(given), lambda value: True)
+    return [*shared_parts({path: own.value for path, own in used.items() if path.startswith("__main__.")}, {}).values()]
+
+
+def used_values(
+    given: Iterable[object], classes: Mapping[str, type], adds: Callable[[Any], bool]
+) -> dict[str, ScriptValue]:
     """Return plain values, containers and objects of the script's classes, small ones only, by path.
 
-    These are class attributes of the classes of modules, criterion, optimizers and callbacks, and the globals, outer
-    variables, attributes of functions, modules and other classes, and defaults that are containers, which their methods
-    and :func:`given_functions` use, also within functions that they call. Of other values, those for which ``adds``
-    returns True. ``also``: other functions of the script, and objects of its classes.
+    These are attributes of the classes, and the globals, outer variables, attributes of functions, modules and other
+    classes, and defaults that are containers, which their methods and the ``given`` functions use, also within
+    functions that they call. Of other values, those for which ``adds`` returns True.
     """
     found: dict[str, ScriptValue] = {}
-    given = map(_inner, [*given_functions(loop).values(), *also])
-    functions = deque(one for one in given if isinstance(one, types.FunctionType))
+    functions = deque(one for one in map(_inner, given) if isinstance(one, types.FunctionType))
 
     def add(path: str, own: ScriptValue) -> None:
         while path in found and found[path].holder is not own.holder:  # of another class or function of this name
@@ -65,12 +80,11 @@ def script_values(
             if _is_light(own.value, [_MOST_ITEMS]) or adds(own.value):
                 found[path] = own
 
-    for path, cls in _classes_of(loop, also).items():
+    for path, cls in classes.items():
         for name, value in list(vars(cls).items()):
             if not name.startswith("__"):
                 add(f"{path}.{name}", ScriptValue(cls, name, value))
-            inner = getattr(value, "fget", None) or getattr(value, "__func__", value)  # properties, static methods
-            functions.extend([inner] if isinstance(inner, types.FunctionType) else [])
+        functions.extend(_methods_of(cls))
     seen: set[tuple[int, ...]] = set()
     while functions:
         function = functions.popleft()
@@ -93,6 +107,8 @@ def script_values(
             if isinstance(value, (types.ModuleType, type)) and is_users(home):
                 path = f"{home}.{value.__name__}" if isinstance(value, type) else home
                 holder = value if isinstance(value, type) else vars(value)
+                if isinstance(value, type) and home == "__main__":  # sent with its methods, and what they use
+                    functions.extend(_methods_of(value))
                 for inner, held in [(inner, vars(value)[inner]) for inner in names if inner in vars(value)]:
                     called = getattr(held, "__func__", held)  # of static and class methods
                     if isinstance(called, types.FunctionType):
@@ -104,6 +120,13 @@ def script_values(
             else:
                 add(f"{of}.{name}", ScriptValue(holders[name], name, value))
     return found
+
+
+def _methods_of(cls: type) -> Iterator[types.FunctionType]:
+    for value in list(vars(cls).values()):
+        inner = getattr(value, "fget", None) or getattr(value, "__func__", value)  # properties, static methods
+        if isinstance(inner, types.FunctionType):
+            yield inner
 
 
 def _own_values(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -158,7 +181,7 @@ def _is_scripts(function: Any) -> bool:
 def put_script_values(loop: LoopState, values: Mapping[str, Any]) -> None:
     """Assign the values of another process's :func:`script_values`, also those that this process does not have yet."""
     found = script_values(loop)
-    classes = _classes_of(loop)
+    classes = _classes_of(_parts_of(loop))
     for path, value in values.items():
         of, _, name = path.rpartition(".")
         holder = classes.get(of) or _object_at(of)
@@ -174,10 +197,13 @@ def _object_at(path: str) -> Any:
     return sys.modules.get(path) or getattr(sys.modules.get(module), name, None)
 
 
-def _classes_of(loop: LoopState, also: Sequence[object] = ()) -> dict[str, type]:
-    """Return the script's classes, by path; the second one of a name has a quote after it."""
+def _parts_of(loop: LoopState) -> list[Any]:
     modules = [part for module in trained_modules(loop.model, loop.criterion) for part in module.modules()]
-    parts: list[Any] = [*modules, loop.criterion, *optimizers_of(loop.optimizer), *loop.callbacks, *also]
+    return [*modules, loop.criterion, *optimizers_of(loop.optimizer), *loop.callbacks]
+
+
+def _classes_of(parts: Iterable[object]) -> dict[str, type]:
+    """Return the script's classes, by path; the second one of a name has a quote after it."""
     found: dict[str, type] = {}
     for cls in dict.fromkeys(cls for kind in dict.fromkeys(map(type, parts)) for cls in kind.__mro__):
         if is_users(cls.__module__):

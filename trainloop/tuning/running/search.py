@@ -28,6 +28,7 @@ from trainloop.extending import check_flags, dict_of, lower_is_better, number_of
 from trainloop.resources import Plan, ResourceQuota, enforce, plan
 from trainloop.resources.gpus import child_mask, visible_devices
 from trainloop.resources.quota import checked_count
+from trainloop.train_loop.saving.script_values import script_variables
 from trainloop.tuning.folds import Fold, class_targets, described_data, digest, make_folds, num_rows, own_folds
 from trainloop.tuning.result import Trial, TuneResult, best_of
 from trainloop.tuning.running.local import LocalBackend, lease_total, machine_total
@@ -367,7 +368,8 @@ class _Search:
 
     def _write_work(self, folds: list[Fold] | None) -> None:
         # The settings and the state of the user's modules are first, since objects may read them when unpickled.
-        sent = {"settings": SentSettings(), "modules": SentModules(), **self.work, "folds": folds}
+        modules = SentModules(script_variables([*self.work.values()]))
+        sent = {"settings": SentSettings(), "modules": modules, **self.work, "folds": folds}
         write(self.store.folder / "work.pkl", sent, "tune")
 
     def _params(self, number: int) -> dict[str, Any] | None:
