@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from trainloop._support.rng import derive_seed
-from trainloop.data.loader.parts import datasets_of
+from trainloop.data.loader.parts import datasets_of, parts_of_loader
 from trainloop.data.order.orders import length_of
 
 _MOST = 200  # values of one list: a shuffled list differs in nearly all of them
@@ -35,7 +35,7 @@ def contents_of(loader: Any) -> int:
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return -1
-    found = [*chain.from_iterable(map(_held_by, datasets_of(loader).values()))]
+    found = [*chain.from_iterable(map(_held_by, datasets_of(parts_of_loader(loader)).values()))]
     return derive_seed(*found) if found else -1
 
 

@@ -43,8 +43,11 @@ def generators_of(loader: Any) -> dict[str, Generator]:
     torch; or, if a sampler has the methods ``state_dict`` and ``load_state_dict``, its state. A loader with these
     methods includes its samplers' states in its own.
     """
+    return _generators_of(parts_of_loader(loader))
+
+
+def _generators_of(parts: Mapping[str, Any]) -> dict[str, Generator]:
     found: dict[str, Generator] = {}
-    parts = parts_of_loader(loader)
     whole = parts["loader"]
     for name, holder in parts.items():
         attributes = {name: getattr(holder, "generator", None)}
@@ -119,8 +122,12 @@ def set_generator_states(loaders: Iterable[Any], states: Iterable[Mapping[str, A
 
 def generators_of_datasets(loader: Any) -> dict[str, Generator]:
     """Return the generators that are attributes of a loader's datasets."""
+    return _of_datasets(parts_of_loader(loader))
+
+
+def _of_datasets(parts: Mapping[str, Any]) -> dict[str, Generator]:
     found: dict[str, Generator] = {}
-    for number, part in enumerate(datasets_of(loader).values()):
+    for number, part in enumerate(datasets_of(parts).values()):
         _add_attributes(found, str(number), part)
     return found
 
@@ -130,8 +137,9 @@ def generators_read(loader: Any) -> dict[str, Generator]:
 
     A sampler that has a state of its own is left out: it may be within a pass.
     """
-    own = {name: one for name, one in generators_of(loader).items() if not isinstance(one, _OfState)}
-    return {**own, **generators_of_datasets(loader)}
+    parts = parts_of_loader(loader)
+    own = {name: one for name, one in _generators_of(parts).items() if not isinstance(one, _OfState)}
+    return {**own, **_of_datasets(parts)}
 
 
 @contextmanager

@@ -136,7 +136,8 @@ def plain_batches(loader: Any) -> BatchSampler | None:
 
 def epoch_holders(loader: Any) -> Iterator[Any]:
     """Yield the parts of a loader that have ``set_epoch``, each once: samplers, and datasets that shuffle."""
-    parts = {**parts_of_loader(loader), **datasets_of(loader)}
+    parts = parts_of_loader(loader)
+    parts |= datasets_of(parts)
     told = {name: part for name, part in parts.items() if callable(getattr(part, "set_epoch", None))}
     # Other parts within one that has set_epoch learn from it what they should know.
     usual = ("sampler.sampler", "batch_sampler.sampler", "dataset.dataset")
@@ -158,7 +159,7 @@ def tell_epoch(loader: Any, epoch: int, told: Sequence[Any] = ()) -> list[Any]:
 
 def tells_dataset(loader: Any) -> bool:
     """Return True if a dataset of the loader has ``set_epoch``, so that each epoch may have other data."""
-    return any(callable(getattr(part, "set_epoch", None)) for part in datasets_of(loader).values())
+    return any(callable(getattr(part, "set_epoch", None)) for part in datasets_of(parts_of_loader(loader)).values())
 
 
 def for_rank(loader: Any, rank: int, world_size: int, name: str) -> Any:

@@ -54,11 +54,13 @@ def _is_among(one: Any, parts: Mapping[str, Any]) -> bool:
     return id(one) in map(id, parts.values())
 
 
-def datasets_of(loader: Any) -> dict[str, Any]:
-    """Return a loader's dataset, and the datasets that it has as ``dataset`` or ``datasets``, by attribute."""
+def datasets_of(parts_of_it: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a loader's dataset, and the datasets that it has as ``dataset`` or ``datasets``, by attribute.
+
+    ``parts_of_it``: the result of :func:`parts_of_loader`.
+    """
     parts: dict[str, Any] = {}
-    within = parts_of_loader(loader).items()
-    loaders = [(name, one) for name, one in within if name == "loader" or isinstance(one, DataLoader)]
+    loaders = [(name, one) for name, one in parts_of_it.items() if name == "loader" or isinstance(one, DataLoader)]
     left = [(f"{name}.dataset".removeprefix("loader."), getattr(one, "dataset", None)) for name, one in loaders]
     while left:
         name, dataset = left.pop()
