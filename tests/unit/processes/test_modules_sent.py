@@ -218,6 +218,26 @@ def test_values_of_context_variables_and_of_thread_local_data_are_sent(
     assert again.FUNCTIONS.get() is not generator
 
 
+def test_implementations_that_a_script_registers_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import functools\n@functools.singledispatch\ndef size(x):\n    return 0\n"
+    (tmp_path / "sizes_of_a_user.py").write_text(source + "size.register(str, len)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("sizes_of_a_user")
+
+    def of_list(x: list[int]) -> int:
+        return sum(x)
+
+    of_list.__module__ = "__main__"
+    module.size.register(list, of_list)
+    used: list[object] = []
+    sent = dumped_modules((), used)
+    assert of_list in used
+    del sys.modules["sizes_of_a_user"]
+    again = importlib.import_module("sizes_of_a_user")  # as in a rank
+    receive_modules(sent)(used)
+    assert [again.size(one) for one in (1.5, "ab", [3, 4])] == [0, 2, 7]
+
+
 REGISTRIES = """
 import weakref
 

@@ -214,6 +214,8 @@ def _sent_values(module: types.ModuleType, limit: _Limit) -> Iterator[tuple[str,
             sent = _sent_function(value, name, path, file, limit)
             # Import hooks, such as pytest's, change the code; ranks may import the module without them.
             yield path, sent if type(module.__loader__) is _FILE_LOADER else sent._replace(value=sent.value[:4])
+            if isinstance(registry := getattr(value, "registry", None), types.MappingProxyType):
+                yield f"{path}.registry", _sent_object(dict(registry), limit)
         elif not _is_own(value) and type(value).__module__.partition(".")[0] not in _WITHOUT_STATE:
             yield path, _sent_object(value, limit)
 
@@ -446,6 +448,11 @@ class _NotImportedError(Exception):
     pass
 
 
+def _register(function: Any, registry: Mapping[type, Any]) -> None:
+    for kind, implementation in registry.items():
+        function.register(kind, implementation)
+
+
 class _Receiver:
     """Writes the caller's attributes into modules, at the end of their import: a finder of ``sys.meta_path``."""
 
@@ -502,6 +509,8 @@ class _Receiver:
                 own, put = own.get(_MISSING), own.set
             elif isinstance(own, threading.local):
                 own = vars(own)
+            elif isinstance(own, types.MappingProxyType):
+                put = partial(_register, owner)  # of functools.singledispatch
             if owner is None or self._is_same(own, sent, file):
                 continue
             known = sent.kind == "function" and own is not _MISSING
