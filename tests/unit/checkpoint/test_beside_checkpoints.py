@@ -24,7 +24,7 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
 
-from trainloop import AbstractCallback, checkpoint
+from trainloop import AbstractCallback, TrainLoop, checkpoint
 from trainloop.callbacks import ModelCheckpoint
 from trainloop.errors import CheckpointError
 
@@ -259,6 +259,38 @@ def test_state_of_a_dataset_that_evaluations_change_is_named_once(tmp_path: Path
     found = warnings_of(lambda: loop.fit(num_epochs=2, callbacks=[saved(tmp_path)]))
     name = "train_loader" if trains else "validation_loader"
     assert [one.partition(". ")[0] for one in found] == [f"the training changes {name}.dataset.of_torch"]
+
+
+class Numbers(IterableDataset[Any]):
+    """Each pass continues after the one before it."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(4):
+            self.position += 1
+            yield torch.full((8,), float(self.position)), self.position % 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def test_a_stream_for_evaluations_that_does_not_continue_is_named(tmp_path: Path) -> None:
+    """Checkpoints have the positions of streams that are trained on only."""
+
+    def fit(epochs: int) -> TrainLoop:
+        loop = make_loop()
+        loop.validation_loader = DataLoader(Numbers(), 2)
+        loop.fit(num_epochs=epochs, callbacks=[saved(tmp_path)], resume_from=tmp_path if epochs > 1 else None)
+        return loop
+
+    assert warnings_of(lambda: fit(1)) == []
+    (found,) = warnings_of(lambda: fit(2))
+    assert found.startswith("the checkpoint does not contain validation_loader.dataset.position, which the training")
 
 
 class Counted(Sampler[int]):

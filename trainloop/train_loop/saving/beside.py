@@ -98,7 +98,7 @@ class Beside:
             return
         seen: set[int] = set()
         for name in ("train_loader", "validation_loader", "test_loader"):
-            self._add_data(name, getattr(loop, name), seen)
+            self._add_data(name, getattr(loop, name), seen, trains=name == "train_loader")
         if saved is not None:
             self._add_modules(loop, saved)
             self._add_others(loop)
@@ -248,14 +248,16 @@ class Beside:
             elif depth < 2 and not callable(value) and type(value).__module__.startswith((package, _SCHEDULERS)):
                 self._add_attributes(where, value, only_lost=only_lost, depth=depth + 1)
 
-    def _add_data(self, whole: str, loader: Any, seen: set[int]) -> None:
+    def _add_data(self, whole: str, loader: Any, seen: set[int], *, trains: bool) -> None:
         """Add attributes of a loader, its dataset, samplers and functions; with workers, only of what is read here.
 
-        ``whole``: the loader's name. ``seen``: ids of what the loaders before it contain.
+        ``whole``: the loader's name. ``seen``: ids of what the loaders before it contain. ``trains``: the loader is the
+        training's; the position of a stream that an evaluation reads is not saved.
         """
         loader = loader.loader if isinstance(loader, SplitBatches) else loader
         dataset = getattr(loader, "dataset", None)
-        if has_state(loader) or (is_stream(loader) and has_state(dataset)):
+        if has_state(loader) or (trains and is_stream(loader) and has_state(dataset)):
+            seen.add(id(dataset))
             return
         most = len(seen) + _MOST_PARTS
         seen |= {id(getattr(own, "own", own)) for own in generators_of(loader).values()}  # their states are saved
