@@ -9,6 +9,7 @@ import importlib.util
 import pickle
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 
@@ -21,6 +22,21 @@ from trainloop._launch.script.rank_names import rank_dependent
 from trainloop._transfer.pickling import pack_state, unpack_state
 from trainloop._transfer.users_modules import users_modules
 
+Imports = Callable[[str, str], types.ModuleType]
+
+
+@pytest.fixture
+def module_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Imports:
+    """Writes a module of this name and source, and imports it."""
+
+    def imported(name: str, source: str) -> types.ModuleType:
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return importlib.import_module(name)
+
+    return imported
+
+
 MODULE = """
 from types import FunctionType
 
@@ -31,12 +47,8 @@ LR = 0.1
 """
 
 
-def test_modules_with_attributes_that_look_like_functions_are_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "nodes_of_a_user.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.import_module("nodes_of_a_user")
+def test_modules_with_attributes_that_look_like_functions_are_sent(module_of_a_user: Imports) -> None:
+    module_of_a_user("nodes_of_a_user", MODULE)
     found = pickle.loads(dumped_modules())["nodes_of_a_user"]
     assert found["LR"].value == 0.1
     assert found["FunctionType"].value[:2] == ("builtins", "function")
@@ -61,26 +73,24 @@ def main():
     assert assigned_names("%matplotlib inline", in_functions=False) == frozenset()
 
 
-def test_only_variables_of_libraries_that_exist_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_variables_of_libraries_that_exist_are_sent(
+    monkeypatch: pytest.MonkeyPatch, module_of_a_user: Imports
+) -> None:
     source = """
 import html, json, logging, os, sys
 def set_up():
     html.added, logging.raiseExceptions, json.decoder.gone = [1], False, 2
     json.tool, sys.own, os.own, json.other.x = html, 3, 4, 5
 """
-    (tmp_path / "sets_up.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module("sets_up")
+    module = module_of_a_user("sets_up", source)
     monkeypatch.setattr("html.added", [1], raising=False)
     found = {(name, path): value for name, path, value in assigned_in_libraries({"sets_up": module})}
     assert found == {("html", "added"): [1], ("logging", "raiseExceptions"): True}
 
 
 @pytest.mark.long
-def test_what_the_compiler_puts_into_a_module_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "compiled_of_a_user.py").write_text("LR = 0.1\ndef twice(x):\n    return (2 * x).sin()\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module("compiled_of_a_user")
+def test_what_the_compiler_puts_into_a_module_is_not_sent(module_of_a_user: Imports) -> None:
+    module = module_of_a_user("compiled_of_a_user", "LR = 0.1\ndef twice(x):\n    return (2 * x).sin()\n")
     torch.compile(module.twice, backend="eager")(torch.ones(2))
     module.__dict__.update({"__compiled_fn_2_b51868cc_e69d": module.twice, "__resume_at_76_3": module.twice})
     assert any(name.startswith("__builtins_dict_") for name in vars(module))
@@ -195,11 +205,9 @@ FUNCTIONS = contextvars.ContextVar("FUNCTIONS", default=())
 
 
 def test_values_of_context_variables_and_of_thread_local_data_are_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, module_of_a_user: Imports
 ) -> None:
-    (tmp_path / "context_of_a_user.py").write_text(CONTEXT)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module("context_of_a_user")
+    module = module_of_a_user("context_of_a_user", CONTEXT)
     module.RUN.set("mine")
     module.THREAD.depth = 3
     module.FUNCTIONS.set(len)
@@ -218,11 +226,9 @@ def test_values_of_context_variables_and_of_thread_local_data_are_sent(
     assert again.FUNCTIONS.get() is not generator
 
 
-def test_implementations_that_a_script_registers_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implementations_that_a_script_registers_are_sent(module_of_a_user: Imports) -> None:
     source = "import functools\n@functools.singledispatch\ndef size(x):\n    return 0\n"
-    (tmp_path / "sizes_of_a_user.py").write_text(source + "size.register(str, len)\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module("sizes_of_a_user")
+    module = module_of_a_user("sizes_of_a_user", source + "size.register(str, len)\n")
 
     def of_list(x: list[int]) -> int:
         return sum(x)
@@ -248,10 +254,8 @@ made, by_name = Layer.made, Layer.by_name
 """
 
 
-def test_weak_registries_have_the_objects_of_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "registries_of_a_user.py").write_text(REGISTRIES)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module("registries_of_a_user")
+def test_weak_registries_have_the_objects_of_the_work(module_of_a_user: Imports) -> None:
+    module = module_of_a_user("registries_of_a_user", REGISTRIES)
     layer, other, used = module.Layer(), module.Layer(), list[object]()
     for name, one in {"layer": layer, "other": other}.items():
         module.made.add(one)
@@ -285,10 +289,10 @@ RANK, CONFIG, SAME = int(os.environ.get("RANK", -1)), load(), load()
 """
 
 
-def test_values_that_keep_those_of_the_import_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "large_of_a_user.py").write_text(LARGE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module("large_of_a_user")
+def test_values_that_keep_those_of_the_import_are_named(
+    monkeypatch: pytest.MonkeyPatch, module_of_a_user: Imports
+) -> None:
+    module = module_of_a_user("large_of_a_user", LARGE)
     module.TABLE = module.TABLE + 1
     module.WORDS[0] = 0.25
     module.CONFIG["lr"] = module.SMALL["scale"] = 5.0
@@ -319,12 +323,8 @@ def counting():
 """
 
 
-def test_a_function_without_a_name_has_the_variables_of_its_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "closures_of_a_user.py").write_text(CLOSURES)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module("closures_of_a_user")
+def test_a_function_without_a_name_has_the_variables_of_its_module(module_of_a_user: Imports) -> None:
+    module = module_of_a_user("closures_of_a_user", CLOSURES)
     note, count = unpack_state(pack_state([module.noting("x"), module.counting()]))
     note(3)
     count()
@@ -333,11 +333,9 @@ def test_a_function_without_a_name_has_the_variables_of_its_module(
 
 
 def test_definitions_of_the_script_in_modules_are_sent_with_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, module_of_a_user: Imports
 ) -> None:
-    (tmp_path / "registry_of_a_user.py").write_text("MODELS = {}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    module = importlib.import_module("registry_of_a_user")
+    module = module_of_a_user("registry_of_a_user", "MODELS = {}\n")
     script, lock = sys.modules["__main__"], Lock()
     net = type("Net", (), {"__module__": "__main__"})
     hook = types.FunctionType((lambda: None).__code__, vars(script), "hook")

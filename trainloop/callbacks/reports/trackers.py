@@ -376,6 +376,7 @@ class WandBTracking(ServiceTracker):
                 }
             )
             self.run_id = run.id
+        self._run = run  # it is ended, even if a call below fails
         for folder in self.source_dirs:
             self._call_service(f"the code of {folder!r} could not be stored", partial(run.log_code, folder))
         # wandb's own step must increase with each call, but epoch values have the same step as earlier step values.

@@ -26,7 +26,12 @@ from trainloop.optim.parameters import own_parameters, trained_modules
 from trainloop.parallel.sharded.shards import is_mark_of_sharding, storage_address
 from trainloop.parallel.transparent import attributes_of
 from trainloop.train_loop.progress.loop_state import LoopState, added_attributes
-from trainloop.train_loop.saving.script_values import given_functions, put_script_values, script_values
+from trainloop.train_loop.saving.script_values import (
+    given_functions,
+    put_script_values,
+    script_values,
+    script_variables,
+)
 
 COUNTERS = (
     *("epoch", "global_step", "total_iteration_idx", "timings_of_last_fit", "last_loss"),
@@ -115,8 +120,7 @@ def sent_objects(loop: LoopState) -> list[object]:
     parts = shared_parts({str(number): value for number, value in enumerate(attributes)}, {})
     # The script's functions are sent with the values that they use; a module may have them under its own name, too.
     used = script_values(loop, adds=lambda value: True, also=[*data, *attributes, *parts.values()])
-    values = {path: own.value for path, own in used.items() if path.startswith("__main__.")}
-    parts |= shared_parts(values, {id(part): part for part in parts.values()})
+    parts |= script_variables(used, {id(part): part for part in parts.values()})
     return [*found.values(), *parts.values()]
 
 

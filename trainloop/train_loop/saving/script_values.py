@@ -52,22 +52,25 @@ def script_values(
 
     ``also``: other functions of the script, and objects of its classes.
     """
-    return used_values([*given_functions(loop).values(), *also], _classes_of([*_parts_of(loop), *also]), adds)
+    return used_values([*given_functions(loop).values(), *also], [*_parts_of(loop), *also], adds)
 
 
-def script_variables(given: Sequence[object]) -> list[Any]:
-    """Return the script's global and outer variables that functions and methods use, and the parts of their values."""
-    used = used_values(given, _classes_of(given), lambda value: True)
-    return [*shared_parts({path: own.value for path, own in used.items() if path.startswith("__main__.")}, {}).values()]
+def script_variables(used: Mapping[str, ScriptValue], apart: Mapping[int, object]) -> dict[str, Any]:
+    """Return the values of the script's own global and outer variables among those ``used``, and their parts, by path.
+
+    ``apart``: objects to leave out, by their id.
+    """
+    values = {path: own.value for path, own in used.items() if path.startswith("__main__.")}
+    return shared_parts(values, apart)
 
 
 def used_values(
-    given: Iterable[object], classes: Mapping[str, type], adds: Callable[[Any], bool]
+    given: Iterable[object], objects: Iterable[object], adds: Callable[[Any], bool]
 ) -> dict[str, ScriptValue]:
     """Return plain values, containers and objects of the script's classes, small ones only, by path.
 
-    These are attributes of the classes, and the globals, outer variables, attributes of functions, modules and other
-    classes, and defaults that are containers, which their methods and the ``given`` functions use, also within
+    These are attributes of the objects' classes, and the globals, outer variables, attributes of functions, modules and
+    other classes, and defaults that are containers, which their methods and the ``given`` functions use, also within
     functions that they call. Of other values, those for which ``adds`` returns True.
     """
     found: dict[str, ScriptValue] = {}
@@ -80,7 +83,7 @@ def used_values(
             if _is_light(own.value, [_MOST_ITEMS]) or adds(own.value):
                 found[path] = own
 
-    for path, cls in classes.items():
+    for path, cls in _classes_of(objects).items():
         for name, value in list(vars(cls).items()):
             if not name.startswith("__"):
                 add(f"{path}.{name}", ScriptValue(cls, name, value))

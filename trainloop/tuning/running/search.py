@@ -28,7 +28,7 @@ from trainloop.extending import check_flags, dict_of, lower_is_better, number_of
 from trainloop.resources import Plan, ResourceQuota, enforce, plan
 from trainloop.resources.gpus import child_mask, visible_devices
 from trainloop.resources.quota import checked_count
-from trainloop.train_loop.saving.script_values import script_variables
+from trainloop.train_loop.saving.script_values import script_variables, used_values
 from trainloop.tuning.folds import Fold, class_targets, described_data, digest, make_folds, num_rows, own_folds
 from trainloop.tuning.result import Trial, TuneResult, best_of
 from trainloop.tuning.running.local import LocalBackend, lease_total, machine_total
@@ -368,7 +368,9 @@ class _Search:
 
     def _write_work(self, folds: list[Fold] | None) -> None:
         # The settings and the state of the user's modules are first, since objects may read them when unpickled.
-        modules = SentModules(script_variables([*self.work.values()]))
+        given = [*self.work.values()]
+        used = used_values(given, given, lambda value: True)
+        modules = SentModules([*script_variables(used, {}).values()])
         sent = {"settings": SentSettings(), "modules": modules, **self.work, "folds": folds}
         write(self.store.folder / "work.pkl", sent, "tune")
 
